@@ -10,6 +10,7 @@ trains its own tokenizer and writes its own token files, so a change in either i
 and every tensor of the last checkpoint.
 
     text.crop     text.split, on 2 processes     text.concat     text.curriculum: two buckets, two phases
+    lines.all: jsonl     lines.some: --val-fraction and --min-chars     notes.part: .txt with --val-fraction
     shards.crop, from token files                megatron.order: Megatron's sample order
 
 The exit code is 0 if all cases are equal, else 1. Run it before and after a change that must not
@@ -19,6 +20,8 @@ s for each case and version.
 
 import contextlib
 import io
+import itertools
+import json
 import os
 import subprocess
 import sys
@@ -28,6 +31,7 @@ from pathlib import Path
 
 from dev import make_sample_corpus
 from nanochat.cli import Parser, run_main
+from nanochat.text_kinds import read_texts
 from scripts import compare_runs
 
 ROOT = Path(__file__).parents[1]
@@ -63,6 +67,9 @@ CASES = {
         1,
         "--data-path={work}/text --curriculum={work}/mix.yaml --allow-bucket-exhaustion",
     ),
+    "lines.all": (1, "--data-path={work}/lines"),
+    "lines.some": (2, "--data-path={work}/lines --val-fraction=0.4 --min-chars=200"),
+    "notes.part": (1, "--data-path={work}/notes --val-fraction=0.1"),
     "shards.crop": (1, "--data-path={work}/shards --data-format=shards"),
     "megatron.order": (
         1,
@@ -104,7 +111,8 @@ def python(version: Path, work: Path, module: str, *flags: str, processes: int =
 def prepare(version: Path, work: Path, text: Path) -> None:
     """Write the tokenizer and the token files of one version."""
     work.mkdir()
-    (work / "text").symlink_to(text)
+    for name in ("text", "lines", "notes"):
+        (work / name).symlink_to(text.with_name(name))
     (work / "mix.yaml").write_text(CURRICULUM)
     python(version, work, "scripts.tok_train", f"--data-path={text}", "--vocab-size=1024")
     for folder, file_format in (("shards", "gpts"), ("megatron", "megatron")):
@@ -119,6 +127,19 @@ def prepare(version: Path, work: Path, text: Path) -> None:
             "--max-length=0",
             "--num-workers=1",
         )
+
+
+def write_other_kinds(text: Path) -> None:
+    """Write the first documents of each file of text, beside it, as jsonl and as .txt files."""
+    for path in sorted(text.rglob("*.parquet")):
+        documents = list(itertools.islice(read_texts(path), 200))
+        name = path.relative_to(text).with_suffix("")
+        lines = text.with_name("lines") / f"{name}.jsonl"
+        lines.parent.mkdir(parents=True, exist_ok=True)
+        lines.write_text("".join(json.dumps({"text": t}) + "\n" for t in documents))
+        notes = text.with_name("notes") / f"{name}.txt"
+        notes.parent.mkdir(parents=True, exist_ok=True)
+        notes.write_text("\n".join(documents[:20]))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -162,6 +183,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             make_sample_corpus.main(
                 [f"--output-dir={text}", "--buckets", "--max-chars=1500000", "--min-chars=100000"]
             )
+            write_other_kinds(text)
             for work, version in versions.items():
                 prepare(version, work, text)
             failed = 0

@@ -41,7 +41,7 @@ import json
 import math
 import re
 from bisect import bisect_right
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field
 from fractions import Fraction
 from pathlib import Path
@@ -90,7 +90,9 @@ def _number(value: object, what: str, *, whole: bool = False, minimum: int = 0) 
     raise ValueError(f"{what}: got {_show(value)}, expected {kind} >= {minimum}")
 
 
-def _check(value: object, what: str, required: dict[str, Any], optional: dict[str, Any]) -> None:
+def _check_fields(
+    value: object, what: str, required: dict[str, Any], optional: dict[str, Any]
+) -> None:
     """ValueError unless a value is an object with fields of these shapes and no others."""
     check_shape(value, dict, what)
     assert isinstance(value, dict)
@@ -233,17 +235,17 @@ class Curriculum:
 
     @classmethod
     def from_json(
-        cls, value: Any, *, what: str = "the curriculum", list_name: str = "phases"
+        cls, value: Mapping[str, Any], *, what: str = "the curriculum", list_name: str = "phases"
     ) -> "Curriculum":
         """The inverse of `to_json`.
 
         In a curriculum file, `curriculum` is the name of the list of phases. ValueError says where
         a mistake is.
         """
-        _check(value, what, {list_name: list}, OPTIONAL)
+        _check_fields(value, what, {list_name: list}, OPTIONAL)
         phases = []
         for number, phase in enumerate(value[list_name], 1):
-            _check(phase, f"phase {number}", PHASE, {})
+            _check_fields(phase, f"phase {number}", PHASE, {})
             try:
                 phases.append(Phase(**phase))
             except ValueError as e:

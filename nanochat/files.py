@@ -229,7 +229,9 @@ def data_at(path: Path | str) -> DataPath:
     """What a --data-path names: a folder, a file, or token files without their suffixes, separated
     by commas. FileNotFoundError or ValueError for a list of which some files do not exist."""
     place = as_path(path)
-    if exists(place):
+    parts = str(path).split(",")
+    is_list_of_objects = len(parts) > 1 and all(map(is_remote, parts))
+    if not is_list_of_objects and exists(place):
         is_single = not place.is_dir()
         return DataPath(
             str(place),

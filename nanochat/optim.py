@@ -459,28 +459,31 @@ class MuonAdamW(torch.optim.Optimizer):
             return packed
         size = part.stop - part.start
         param = packed.split(message.chunk)[self._rank][:size]
-        grad = chunk[:size]
-        state = self.state[part.param].values()
-        of_group = scalars[id(part.group)]
+        self._update(part, param, chunk[:size], **scalars[id(part.group)])
+        return packed
 
+    def _update(self, part: Part, param: Tensor, grad: Tensor, **scalars: Any) -> None:
+        """Update a matrix, or this rank's elements of an AdamW tensor.
+
+        `param` and `grad` are flat. `scalars`: those of the part's group.
+        """
+        shape = part.param.shape
+        state = self.state[part.param].values()
         if part.group["kind"] == "muon":
-            shape = part.param.shape
             self._muon_update(
                 param.view(shape),
                 grad.view(shape),
                 *state,
-                **of_group,
+                **scalars,
                 polar_dtype=self._polar_dtype,
             )
-            return packed
-
+            return
         tensors = [param, grad, *(tensor.view(-1) for tensor in state)]
         block = CPU_BLOCK if self._device.type == "cpu" else len(param)
         for blocks in zip(*(tensor.split(block) for tensor in tensors)):
             # .data drops a view's link to its base; torch would compile another graph for each kind
             # of link
-            self._adamw_update(*(tensor.data for tensor in blocks), **of_group)
-        return packed
+            self._adamw_update(*(tensor.data for tensor in blocks), **scalars)
 
     # -- saving and loading --
 

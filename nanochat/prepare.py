@@ -49,11 +49,12 @@ from nanochat.cli import Parser, run_main
 from nanochat.common import (
     WRITABLE_BASE,
     atomic_open,
+    check_shape,
     counted,
     each,
     etag_of,
     few,
-    get_base_dir,
+    fsync_dir,
     hash_file,
     hash_json,
     is_remote,
@@ -63,7 +64,7 @@ from nanochat.common import (
     table,
     write_json,
 )
-from nanochat.text import ORIGIN, TEXT_BYTES, Numbered, Selection
+from nanochat.text import ORIGIN, TEXT_BYTES, Numbered, Selection, prepared_dir
 from nanochat.text_kinds import describe_skipped, no_document, numbered_documents, warn_once
 
 log = logging.getLogger(__name__)
@@ -90,6 +91,13 @@ class Record(NamedTuple):
         return bool(self.skipped["count"] or self.skipped.get("nulls"))
 
 
+RECORD = {
+    "key": str,
+    "source": str,
+    "documents": int,
+    "num_bytes": int,
+    "skipped": {"count": int, "lines": [list], "short": int},
+}
 Records = dict[str, Record]  # by the name of the parquet file, relative to its folder
 
 
@@ -137,11 +145,6 @@ def prepare(files: Sequence[TextFile]) -> list[Path]:
     return [place_of[file] for file in files]
 
 
-def prepared_dir() -> Path:
-    """The folder of all prepared folders."""
-    return get_base_dir() / "prepared"
-
-
 def _title(file: TextFile) -> str:
     """The name of the data folder, as the readable part of the prepared folder's name."""
     root = file.path.parents[len(Path(file.name).parts) - 1]
@@ -167,6 +170,7 @@ def _read_records(folder: Path) -> Records:
     """The records of a prepared folder; {} if it does not exist, or if its file is corrupt."""
     try:
         files = read_json(folder / RECORDS, {"files": dict})["files"]
+        check_shape(files, dict.fromkeys(files, RECORD), folder / RECORDS)
         return {name: Record(**record) for name, record in files.items()}
     except (FileNotFoundError, ValueError, TypeError):
         return {}
@@ -225,8 +229,8 @@ def _make(
 
     def tick(documents: int) -> None:
         bar.update(documents)
-        if errors:
-            raise InterruptedError("another file failed")
+        if errors:  # of another file
+            raise errors[0]
 
     def make(name: str) -> tuple[str, Record | None]:
         file, place = missing[name], folder / name
@@ -290,6 +294,7 @@ def _link(known: tuple[Path, Record] | None, place: Path) -> Record | None:
     try:
         place.unlink(missing_ok=True)
         os.link(other, place)
+        fsync_dir(place.parent)
     except OSError:  # deleted meanwhile, or a file system without hard links
         return None
     return record
@@ -298,7 +303,6 @@ def _link(known: tuple[Path, Record] | None, place: Path) -> Record | None:
 def _convert(file: TextFile, key: str, place: Path, tick: Callable[[int], None]) -> Record:
     """Write the selected documents of a file as parquet, and return its record. `tick` is called
     with the number of documents of each group that is written, and may raise."""
-    version = file.version()
     source = local_copy(file.path)
     origin = {"size": source.stat().st_size, "hash": hash_file(source)}
     field = file.selection.text_field
@@ -319,7 +323,7 @@ def _convert(file: TextFile, key: str, place: Path, tick: Callable[[int], None])
             tick(len(group))
         if not num_documents:
             raise no_document(source, file.selection, skipped)
-        if file.version() != version:
+        if file.key() != key:
             raise ValueError(
                 f"{file.path}: it changed while being read; run the same command again when it is complete"
             )

@@ -25,6 +25,8 @@ file. Its entry also holds "parquet", the file that is read instead. That is a p
 where it does not exist, it is prepared again, and compared.
 """
 
+import contextlib
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -35,8 +37,10 @@ import numpy as np
 from nanochat.common import (
     as_path,
     check_shape,
+    counted,
     each,
     etag_of,
+    few,
     hash_file,
     hash_json,
     local_copy,
@@ -44,7 +48,7 @@ from nanochat.common import (
     open_door,
     read_json,
 )
-from nanochat.files import BUCKET, data_at, list_files
+from nanochat.files import BUCKET, DataPath, data_at, list_files
 from nanochat.prepare import TextFile, prepare
 from nanochat.rows import Document
 from nanochat.text import (
@@ -58,6 +62,8 @@ from nanochat.text import (
 )
 from nanochat.text_kinds import count_nulls
 from nanochat.tokenizer import Tokenizer
+
+log = logging.getLogger(__name__)
 
 SOURCES = {  # the door for kinds of data files: {suffix: "module:class"}
     **dict.fromkeys((*SUFFIXES, *JSON_LINES), "nanochat.parquet_source:ParquetSource"),
@@ -244,12 +250,17 @@ def open_data(
 def scan(
     root: Path | str, files: Sequence[Path] | None = None, *, selection: Selection = ALL
 ) -> Manifest:
-    """The manifest of one bucket: some files (default: all) below `root`. Text is prepared first,
-    if necessary. ValueError or FileNotFoundError for the first file that cannot be read."""
-    split = selection.part or "train"
+    """`scan_files` of some files (default: all) that a path names."""
     data = data_at(root)
     files = list_files(data).data if files is None else files
-    return scan_all({split: data.folder}, {split: {BUCKET: files}}, selection)[split][BUCKET]
+    return scan_files(data.folder, files, selection)
+
+
+def scan_files(folder: Path, files: Sequence[Path], selection: Selection = ALL) -> Manifest:
+    """The manifest of one bucket: some files below `folder`. Text is prepared first, if necessary.
+    ValueError or FileNotFoundError for the first file that cannot be read."""
+    split = selection.part or "train"
+    return scan_all({split: folder}, {split: {BUCKET: files}}, selection)[split][BUCKET]
 
 
 def scan_all(
@@ -257,7 +268,7 @@ def scan_all(
     files: Mapping[str, Mapping[str, Sequence[Path]]],
     selection: Selection = ALL,
 ) -> Manifests:
-    """The manifests of {split: {bucket: files}} below the `folders` of the splits; see `scan`."""
+    """The manifests of {split: {bucket: files}} below the `folders` of the splits; see `scan_files`."""
     manifests: Manifests = {}
     for split, buckets in files.items():
         part = selection.for_split(split)
@@ -266,12 +277,14 @@ def scan_all(
             for bucket, paths in buckets.items()
         }
     manifests = prepared(manifests, strict=selection.strict)
+    field = selection.text_field
     for of_split in manifests.values():
         for manifest in of_split.values():
-            _pin_prepared(manifest)
-            places = [place_of(manifest, entry) for entry in manifest["files"]]
-            kind = reader_class(manifest["files"][0]["name"])
-            kind.check_scanned(places, selection.text_field)
+            entries = manifest["files"]
+            for entry in filter(is_prepared, entries):
+                entry |= pin(Path(entry["parquet"]), entry["name"], field)
+            places = [place_of(manifest, entry) for entry in entries]
+            reader_class(entries[0]["name"]).check_scanned(places, field)
     return manifests
 
 
@@ -293,14 +306,6 @@ def _begin_manifest(folder: Path, files: Sequence[Path], selection: Selection) -
 
     entries = list(each(begin, files))
     return {"root": str(folder.resolve()), "files": entries, **selection.named()}
-
-
-def _pin_prepared(manifest: Manifest) -> None:
-    """Add the pins of prepared files to a manifest."""
-    field = manifest.get("text_field", TEXT_FIELD)
-    for entry in manifest["files"]:
-        if "parquet" in entry:
-            entry |= pin(Path(entry["parquet"]), entry["name"], field)
 
 
 def pin(path: Path, name: str, text_field: str) -> dict[str, Any]:
@@ -326,19 +331,18 @@ def prepared(manifests: Mapping[str, Mapping[str, Manifest]], *, strict: bool = 
             for entry in filter(is_prepared, manifest["files"]):
                 name = entry["name"]
                 files.append(TextFile(root / name, name, split, selection))
-    places = iter(prepare(files))
+    place_of_file = dict(zip(((file.split, file.path) for file in files), prepare(files)))
 
-    def with_places(manifest: Manifest) -> Manifest:
-        entries = []
-        for entry in manifest["files"]:
-            place = {"parquet": str(next(places))} if is_prepared(entry) else {}
-            entries.append({**entry, **place})
-        return {**manifest, "files": entries}
-
-    return {
-        split: {bucket: with_places(manifest) for bucket, manifest in buckets.items()}
-        for split, buckets in manifests.items()
-    }
+    ready: Manifests = {}
+    for split, buckets in manifests.items():
+        ready[split] = {}
+        for bucket, manifest in buckets.items():
+            entries = []
+            for entry in manifest["files"]:
+                place = place_of_file.get((split, as_path(manifest["root"]) / entry["name"]))
+                entries.append(entry if place is None else {**entry, "parquet": str(place)})
+            ready[split][bucket] = {**manifest, "files": entries}
+    return ready
 
 
 def is_prepared(entry: Mapping[str, Any]) -> bool:
@@ -462,12 +466,35 @@ def check_files(
 
 def check(manifest: Manifest, folder: Path | None = None, *, strict: bool = False) -> Manifest:
     """`check_files` for one bucket."""
-    manifests = {manifest.get("part", "train"): {BUCKET: manifest}}
-    [[checked]] = [
-        buckets.values()
-        for buckets in check_files(manifests, folder, folder, strict=strict).values()
-    ]
-    return checked
+    split = manifest.get("part", "train")
+    found = check_files({split: {BUCKET: manifest}}, folder, folder, strict=strict)
+    return found[split][BUCKET]
+
+
+def warn_of_arrivals(manifests: Manifests, data: DataPath, data_format: str, began: float) -> None:
+    """Warn about files that arrived in a run's data folder after it `began` (seconds since the
+    epoch). It does not read them. Files in object storage have no time of arrival."""
+    if data.files:
+        return
+    known = set()
+    for buckets in manifests.values():
+        for manifest in buckets.values():
+            known |= {as_path(manifest["root"]) / entry["name"] for entry in manifest["files"]}
+    root = data.folder.resolve()
+    arrived = []
+    with contextlib.suppress(OSError, ValueError):  # the run does not read what is wrong here
+        for file in list_files(data, data_format).data:
+            is_known = root / file.relative_to(data.folder) in known
+            if not is_known and file.stat().st_ctime > began:
+                arrived.append(file)
+    if arrived:
+        log.warning(
+            "%s: not reading %s that arrived after this run began: %s; to read them, start a new run "
+            "(--model-tag)",
+            data,
+            counted(len(arrived), "file"),
+            few(arrived, data.folder),
+        )
 
 
 def check_own_file(path: Path, entry: Mapping[str, Any]) -> None:
@@ -481,14 +508,14 @@ def check_own_file(path: Path, entry: Mapping[str, Any]) -> None:
 def _find_again(manifest: Manifest, folder: Path | None) -> Manifest:
     """The manifest below another folder, if given. FileNotFoundError names a file that does not
     exist; ValueError one that is to be prepared, and has another size."""
-    folder = folder or as_path(manifest["root"])
-    new_root = str(folder.resolve())
+    root = folder or as_path(manifest["root"])
+    new_root = str(root.resolve())
     began = ""
     if new_root != manifest["root"]:
         began = f" (when the run began, the data was in {manifest['root']})"
-    folder.is_dir()  # in object storage: one listing instead of a request per file
-    for entry in manifest["files"]:
-        path = folder / entry["name"]
+
+    def find(entry: dict[str, Any]) -> None:
+        path = root / entry["name"]
         if not path.exists():
             raise FileNotFoundError(
                 f"{path}: this run reads it, but it does not exist{began}; restore it, name its "
@@ -496,6 +523,10 @@ def _find_again(manifest: Manifest, folder: Path | None) -> Manifest:
             )
         if is_prepared(entry):  # do not prepare it only to find that it has changed
             _check_same(path, "size", entry["size"], path.stat().st_size)
+
+    root.is_dir()  # in object storage: one listing instead of a request per file
+    for _ in each(find, manifest["files"]):
+        pass
     return {**manifest, "root": new_root}
 
 

@@ -91,6 +91,7 @@ from nanochat.sources import (
     leave_out,
     open_data,
     read_manifests,
+    warn_of_arrivals,
 )
 from nanochat.steps import Progress
 from nanochat.stream import (
@@ -421,7 +422,10 @@ def find_data(start: Start, tokenizer: Tokenizer, rank: int = 0) -> Run:
                 )
         data = data_at(settings.data_path or "")
         val = None if settings.val_path is None else data_at(settings.val_path).folder
-        return check_files(manifests, data.folder, val, strict=settings.strict)
+        found = check_files(manifests, data.folder, val, strict=settings.strict)
+        began = (start.run_dir / CONFIG_NAME).stat().st_mtime
+        warn_of_arrivals(found, data, settings.data_format, began)
+        return found
 
     manifests = start.manifests or on_rank0(pinned)
 

@@ -35,7 +35,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from nanochat.cli import Decides, setting
-from nanochat.common import as_path, counted, is_remote, parse_json
+from nanochat.common import as_path, counted, get_base_dir, is_remote, parse_json
 
 log = logging.getLogger(__name__)
 
@@ -192,6 +192,16 @@ ALL = Selection()
 # ---- parquet -------------------------------------------------------------------------------------
 
 
+def prepared_dir() -> Path:
+    """The folder of text that nanochat/prepare.py has prepared."""
+    return get_base_dir() / "prepared"
+
+
+def is_below_prepared(path: Path | str) -> bool:
+    """Whether nanochat/prepare.py makes a file again if it is deleted."""
+    return not is_remote(path) and Path(path).is_relative_to(prepared_dir())
+
+
 @contextlib.contextmanager
 def named_in_errors(path: Path | str, problem: str) -> Iterator[None]:
     """Turn Arrow's error about a damaged file into a ValueError that names the file. Errors from
@@ -208,10 +218,13 @@ def named_in_errors(path: Path | str, problem: str) -> Iterator[None]:
                 f"{path}: it was compressed with a window above 128 MiB (zstd --long), which cannot be "
                 f"read; compress it again: zstd -d --long=31 -c FILE | zstd -o NEW"
             ) from e
-        raise ValueError(
-            f"{path}: {problem} ({e}); delete the file and download or create it again (python -m "
-            f"nanochat.dataset --verify checks all files of a folder)"
-        ) from e
+        remedy = (
+            "delete the file and download or create it again (python -m nanochat.dataset --verify "
+            "checks all files of a folder)"
+        )
+        if is_below_prepared(path):
+            remedy = "delete the file; the next launch prepares it again"
+        raise ValueError(f"{path}: {problem} ({e}); {remedy}") from e
 
 
 def open_parquet(path: Path | str, field: str = TEXT_FIELD) -> pq.ParquetFile:
@@ -219,9 +232,10 @@ def open_parquet(path: Path | str, field: str = TEXT_FIELD) -> pq.ParquetFile:
     ValueError or FileNotFoundError names the file. The caller closes it."""
     path = as_path(path)
     if not path.exists():
-        raise FileNotFoundError(
-            f"{path}: the file is gone; restore it, or start a new run (--model-tag)"
-        )
+        remedy = "restore it, or start a new run (--model-tag)"
+        if is_below_prepared(path):
+            remedy = "the next launch prepares it again"
+        raise FileNotFoundError(f"{path}: the file is gone; {remedy}")
     with named_in_errors(path, "truncated or not a parquet file"):
         # pre_buffer would hold the pages of a whole row group in memory, although a reader needs
         # one batch at a time

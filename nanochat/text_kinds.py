@@ -22,7 +22,6 @@ from tqdm import tqdm
 from nanochat.common import (
     as_path,
     counted,
-    get_base_dir,
     get_dist_info,
     hash_json,
     is_remote,
@@ -42,6 +41,7 @@ from nanochat.text import (
     misfit,
     named_in_errors,
     open_parquet,
+    prepared_dir,
     read_batches,
     read_footer,
     text_suffix,
@@ -316,7 +316,7 @@ def count_nulls(path: Path, field: str) -> int:
     path = local_copy(path)
     stat = path.stat()
     key = [str(path.resolve()), stat.st_size, stat.st_mtime_ns, field]
-    counted_before = get_base_dir() / "prepared" / "nulls" / f"{hash_json(key)}.json"
+    counted_before = prepared_dir() / "nulls" / f"{hash_json(key)}.json"
     if not counted_before.exists():
         skipped: dict[str, Any] = {"nulls": 0}
         columns = tqdm(

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from nanochat.files import data_at, find_files, walk
+from nanochat.files import DataPath, data_at, find_files, walk
 from nanochat.sources import check, scan
 from nanochat.splits import describe_split, files_of, pin_files, split_train_val, stated_splits
 from nanochat.text import Selection
@@ -593,3 +593,25 @@ def test_nulls_in_a_saved_data_set_are_skipped_as_in_parquet_and_jsonl(tmp_path)
     pq.write_table(table, tmp_path / "b.parquet")
     (tmp_path / "c.jsonl").write_text('{"text": "one"}\n{"text": null}\n{"text": "two"}\n')
     assert [list(read_texts(file)) for file in find_files(tmp_path)] == [["one", "two"]] * 3
+
+
+# ---- what a data path names ----------------------------------------------------------------------
+
+
+def test_a_folder_is_a_folder_even_if_it_does_not_exist(tmp_path):
+    for folder in (tmp_path, tmp_path / "none"):
+        assert data_at(folder) == DataPath(str(folder), folder)
+
+
+def test_a_single_file_is_named_relative_to_its_folder(tmp_path):
+    [file] = write(tmp_path, "web/a,b.parquet").rglob("*.parquet")
+    assert data_at(file) == DataPath(str(file), file.parent, (file,))
+
+
+def test_prefixes_are_named_relative_to_their_common_folder(tmp_path):
+    for name in ("web/a", "code/b"):
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / f"{name}.bin").touch()
+    text = f"{tmp_path}/web/a,{tmp_path}/code/b"
+    files = tmp_path / "web/a.bin", tmp_path / "code/b.bin"
+    assert data_at(text) == DataPath(text, tmp_path, files, are_prefixes=True)

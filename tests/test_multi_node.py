@@ -22,6 +22,7 @@ from nanochat.run_dir import iter_log
 from scripts import base_train
 from tests import training
 from tests.faults import on_rank
+from tests.toy import write_jsonl
 from tests.training import digests, final, state, state_of
 
 HOST = socket.gethostname()
@@ -244,6 +245,22 @@ def test_a_run_that_exists_only_on_the_other_machine_is_not_restarted(workplace)
     assert not training.run_dir().exists()
 
 
+def test_each_machine_prepares_text_below_its_own_base_directory(workplace):
+    for name in "ab":
+        documents = training.texts(80, seed=ord(name))
+        write_jsonl(workplace / "text" / f"{name}.jsonl", documents)
+    flags = {**paths(workplace), "data_path": workplace / "text", "num_iterations": 3, "leaves": 2}
+    group = start(workplace, other(workplace), **flags)
+    assert group.wait() == [0, 0], group.text()
+    ours, theirs = (
+        sorted(path.relative_to(base) for path in base.glob("prepared/**/*.parquet"))
+        for base in (workplace, other(workplace))
+    )
+    assert ours == theirs and len(ours) == 2
+    training.succeed(**flags, model_tag="alone")
+    assert digests() == digests("alone") and len(digests()) == 3
+
+
 # ---- what each machine must have -----------------------------------------------------------------
 
 
@@ -258,7 +275,7 @@ def lose_data():
             shutil.copytree(manifests["train"]["data"]["root"], moved)
             (moved / "shard_1.parquet").unlink()
             manifests = {"train": {"data": {**manifests["train"]["data"], "root": str(moved)}}}
-        check_files(manifests)
+        return check_files(manifests)
 
     start_run.check_files = check_copy
 

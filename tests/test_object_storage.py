@@ -33,7 +33,7 @@ from nanochat.common import (
     local_copy,
     make_local_copies,
 )
-from nanochat.files import find_files
+from nanochat.files import data_at, find_files
 from nanochat.integrations import object_storage
 from nanochat.integrations.megatron_api import IndexedDatasetBuilder
 from nanochat.integrations.object_storage import (
@@ -232,6 +232,12 @@ def test_a_local_copy_is_written_once_and_is_the_listed_version(store, tmp_path)
     make_local_copies([path, path.with_name("none.idx"), Path("/etc/hosts")])
     new, old = local_copy(path), copy
     assert new.read_bytes() == b"two" * 1000 and set(copy.parent.iterdir()) == {new, old}
+
+
+def test_a_key_with_a_comma_names_one_object(store):
+    store.put("x/a,b.jsonl", b'{"text": "one"}')
+    path = store.path("x/a,b.jsonl")
+    assert data_at(path).files == (as_path(path),)
 
 
 # ---- temporary faults ----------------------------------------------------------------------------

@@ -11,6 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from nanochat import prepare
+from nanochat.files import data_at
 from nanochat.run_dir import iter_log
 from nanochat.sources import (
     check,
@@ -19,6 +20,7 @@ from nanochat.sources import (
     open_source,
     read_manifests,
     scan,
+    warn_of_arrivals,
 )
 from nanochat.splits import pin_files
 from nanochat.text import Selection
@@ -197,7 +199,9 @@ def test_launches_that_prepare_at_once_do_not_harm_each_other(
 # ---- damage --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("how", ["folder", "file", "truncated", "records", "nonsense"])
+@pytest.mark.parametrize(
+    "how", ["folder", "file", "truncated", "records", "no JSON", "no record", "other types"]
+)
 def test_what_is_gone_or_damaged_is_prepared_again(data, base_dir, how):
     manifest = scan(data)
     [folder] = folders(base_dir)
@@ -210,8 +214,13 @@ def test_what_is_gone_or_damaged_is_prepared_again(data, base_dir, how):
         victim.write_bytes(victim.read_bytes()[:-9])
     elif how == "records":
         (folder / "prepared.json").unlink()
-    else:
+    elif how == "no JSON":
+        (folder / "prepared.json").write_text('{"files": ')
+    elif how == "no record":
         (folder / "prepared.json").write_text('{"files": {"train/a.jsonl.parquet": {}}}')
+    else:
+        text = (folder / "prepared.json").read_text()
+        (folder / "prepared.json").write_text(text.replace('"lines": []', '"lines": 7'))
     assert check(manifest) == manifest
     source = open_source(manifest, ByteTokenizer())
     assert [text for g in range(len(source.groups)) for text in source.texts(g)] == DOCUMENTS
@@ -223,8 +232,16 @@ def test_a_damaged_page_is_an_error_that_names_the_prepared_file(data):
     with open(place, "r+b") as file:
         file.seek(40)
         file.write(b"\xff" * 9)
-    with pytest.raises(ValueError, match=r"a\.jsonl\.parquet: row group 0 cannot be read"):
+    with pytest.raises(ValueError, match=r"a\.jsonl\.parquet: .*delete the file; the next launch"):
         list(open_source(manifest, ByteTokenizer()).texts(0))
+
+
+def test_a_prepared_file_that_vanishes_while_a_run_reads_it_is_one_sentence(data):
+    manifest = scan(data)
+    source = open_source(manifest, ByteTokenizer())
+    prepare.main(["--remove"])
+    with pytest.raises(FileNotFoundError, match=r"gone; the next launch prepares it again$"):
+        list(source.texts(0))
 
 
 def test_a_full_disk_is_one_sentence_and_leaves_no_half_written_file(data, base_dir, monkeypatch):
@@ -324,6 +341,17 @@ def test_a_file_that_arrives_later_does_not_change_a_run(data):
     assert check_files(manifests, data) == manifests
 
 
+def test_a_file_that_arrived_after_the_run_began_is_named(data, caplog):
+    manifests = pin_files(data)
+    write_jsonl(data / "new/d.jsonl", DOCUMENTS)
+    began = (data / "new/d.jsonl").stat().st_ctime
+    warn_of_arrivals(manifests, data_at(data), "text", began)
+    assert not caplog.messages
+    warn_of_arrivals(manifests, data_at(data), "text", began - 0.01)
+    [message] = caplog.messages
+    assert "1 file that arrived after this run began: new/d.jsonl" in message
+
+
 @pytest.fixture
 def older(tmp_path):
     """A function that gives a manifest as older code pinned it: by the bytes of the parquet file
@@ -418,7 +446,9 @@ def test_a_run_on_jsonl_resumes_with_the_same_digests_after_its_folder_is_remove
         training.succeed(data_path=text)
         training.succeed(data_path=text, num_iterations=2, model_tag="resumed")
         assert prepare.main(["--remove"]) == 0
-        training.succeed(data_path=text, model_tag="resumed")
+        write_jsonl(text / "c.jsonl", ["new"])
+        outcome = training.succeed(data_path=text, model_tag="resumed")
+        assert "not reading 1 file that arrived after this run began: c.jsonl" in outcome.err
         assert training.digests() == training.digests("resumed") and len(training.digests()) == 4
 
         capsys.readouterr()

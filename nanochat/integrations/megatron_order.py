@@ -39,7 +39,7 @@ import numpy as np
 from nanochat.common import as_path, each, get_base_dir, hash_json, is_remote, open_door
 from nanochat.config import Settings
 from nanochat.curriculum import Mixer
-from nanochat.files import check_format, data_at, find_files, is_folder
+from nanochat.files import check_format, data_at, list_files
 from nanochat.integrations.megatron import (
     BlendedSamples,
     Part,
@@ -55,7 +55,7 @@ from nanochat.integrations.megatron_files import IndexedDataset
 from nanochat.integrations.megatron_settings import MegatronSettings
 from nanochat.rows import Row
 from nanochat.schedule import Horizon
-from nanochat.sources import Manifest, Manifests, Source, scan
+from nanochat.sources import Manifest, Manifests, Source, scan_files
 from nanochat.splits import split_train_val
 from nanochat.stream import FORMAT, Cursor, LaneState, check_cursors, stream_identity
 from nanochat.tokens import TokenFile, to_offsets
@@ -119,7 +119,7 @@ class SampleConfig:
 
 def has_own_val(data_path: Path | str, val_path: Path | str | None) -> bool:
     """Whether validation has its own files: --val-path, or DIR/val next to DIR/train."""
-    return val_path is not None or is_folder(as_path(data_path) / "train")
+    return val_path is not None or data_at(data_path).has_folder("train")
 
 
 def samples_needed(settings: Settings, cursors: Sequence[Cursor] | None, steps: int) -> int:
@@ -197,21 +197,22 @@ def find_pairs(
     """{"train": {bucket: manifest}, "val": ...} of a run: each pair is a bucket, and "documents" in
     its manifest is the range [first, end) of its documents in the part. ValueError or
     FileNotFoundError names a bad or missing file."""
-    root = as_path(data_path)
+    data = data_at(data_path)
     train_part, val_part, *_ = split_matrix(split)
     if train_part is None:
         raise ValueError(
             f"--split: got {split!r}, which leaves nothing for training; its first share must be "
             f"above 0"
         )
-    folder = root / "train" if is_folder(root / "train") else root
-    files = find_files(folder, "megatron")
-    check_format(folder, files, "megatron")
-    manifest = scan(root, files)
-    base = data_at(folder).folder
+    of_training = data
+    if data.has_folder("train"):
+        of_training = data_at(data.folder / "train")
+    files = list_files(of_training, "megatron").data
+    check_format(str(of_training), files, "megatron")
+    manifest = scan_files(data.folder, files)
     pairs: dict[str, Manifest] = {}
     for file, entry in zip(files, manifest["files"]):
-        name = file.relative_to(base).as_posix().removesuffix(".bin")
+        name = file.relative_to(of_training.folder).as_posix().removesuffix(".bin")
         if name in pairs:
             raise ValueError(
                 f"--data-path: it names {name} twice; name it once, with the sum of its --blend-weights"
@@ -240,10 +241,10 @@ def _find_val_pairs(data_path: Path | str, val_path: Path | str | None) -> dict[
     data = data_at(data_path)
     val_data = None if val_path is None else data_at(val_path)
     of_buckets = split_train_val(data, val_data, data_format="megatron", by_bucket=True)["val"]
-    root = data_path if val_path is None else val_path
+    root = val_data or data
     every_file = [file for files in of_buckets.values() for file in files]
-    check_format(root, every_file, "megatron")
-    return {name: scan(root, files) for name, files in of_buckets.items()}
+    check_format(str(root), every_file, "megatron")
+    return {name: scan_files(root.folder, files) for name, files in of_buckets.items()}
 
 
 def _documents(manifest: Manifest, part: Part) -> Manifest:

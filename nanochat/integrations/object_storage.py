@@ -680,8 +680,7 @@ class RemotePath(PosixPath):
     def rglob(self, pattern: str, **_: Any) -> Iterator["RemotePath"]:  # type: ignore[override]
         """The objects below this path whose names match."""
         name = str(self).rstrip("/")
-        # several paths, or "s3:", whose buckets are not listed
-        if "," in name or len(self.parts) == 1:
+        if len(self.parts) == 1:  # "s3:", whose buckets are not listed
             return iter(())
         with _lock:
             if not _listed.intersection(map(str, (self, *self.parents))):
@@ -698,7 +697,7 @@ class RemotePath(PosixPath):
         name = str(self)
         with _lock:
             if name not in _objects and not _listed.intersection(map(str, self.parents)):
-                no_file = "," in name or not split(name)[2] or (name in _listed and self.is_dir())
+                no_file = not split(name)[2] or (name in _listed and self.is_dir())
                 _objects[name] = None if no_file else find(name)
             return _objects.get(name)
 

@@ -32,7 +32,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from nanochat.common import check_shape
+from nanochat.common import check_shape, differences
 from nanochat.curriculum import Mixer
 from nanochat.order import Order, StreamConfig, open_order
 from nanochat.packing import Piece, Placement
@@ -548,10 +548,9 @@ def check_cursors(
                 f"cursor of lane {lane}: format {cursor['format']}, expected {FORMAT}; resume with the "
                 f"code that wrote it, or start a new run (--model-tag)"
             )
-        names = sorted({*theirs, *identity})
-        differing = [name for name in names if theirs.get(name) != identity.get(name)]
+        differing = sorted(differences(theirs, identity))
         if differing:
-            diff = "; ".join(f"{n} was {theirs.get(n)}, now {identity.get(n)}" for n in differing)
+            diff = "; ".join(f"{name} was {was}, now {now}" for name, was, now in differing)
             raise ValueError(
                 f"cursor of lane {lane} belongs to another stream ({diff}); start a new run (--model-tag)"
             )

@@ -357,7 +357,7 @@ class Difference(NamedTuple):
 
 
 def differences(
-    first: Mapping[str, Any], second: Mapping[str, Any], missing: Any = None
+    first: Mapping[str, Any], second: Mapping[str, Any], missing: object = None
 ) -> list[Difference]:
     """The names under which two dicts have different values, in the order of both; `missing`
     stands for the value of a name that one of them lacks."""

@@ -488,6 +488,11 @@ class Settings(
         return 0 if self.mix is None else sum(phase.duration_tokens for phase in self.mix.phases)
 
     @property
+    def tag(self) -> str:
+        """The name of the run's folder."""
+        return self.model_tag or f"d{self.depth}"
+
+    @property
     def order_seed(self) -> int:
         """The seed of the data order."""
         return self.seed if self.data_seed is None else self.data_seed

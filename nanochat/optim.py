@@ -19,8 +19,8 @@ The update waits for all reductions because the global norm guards it: if any gr
 infinite, no weight and no state changes, and the caller keeps the last good weights. The guard is a
 0-dim tensor `live` that multiplies every rate: it is 1, or 0 if the step is skipped; zeros then
 replace the gradient, too. So the host never waits for the device: it launches the whole step while
-the backward pass is still running. To skip a step, the caller scales the gradient by NaN. On
-several ranks, a step needs memory for one more copy of the gradients.
+the backward pass is still running. To skip a step, the caller lowers `limit` to -1, which every
+norm exceeds. On several ranks, a step needs memory for one more copy of the gradients.
 
 **Compiled** (on CUDA), each matrix shape is one graph, and all AdamW groups share three graphs
 (float32, bfloat16, a single element; ranks above 0 need a fourth), because values that differ
@@ -329,7 +329,8 @@ class MuonAdamW(torch.optim.Optimizer):
         self._num_grains, self._grains = self._number_grains()
 
     def _number_grains(self) -> tuple[int, Tensor]:
-        """(number of grains of all parameters, indices of this rank's grains in the order of parts)."""
+        """(number of grains of all parameters, indices of this rank's grains in the order of
+        parts)."""
         total = 0
         first: dict[str, int] = {}  # the index of each parameter's first grain
         for whole in self._params:

@@ -26,6 +26,7 @@ from tqdm import tqdm
 from nanochat.common import LAUNCH, duration, open_door, print0, show
 from nanochat.dist import versions
 from nanochat.run_dir import RowLosses, TrainLog
+from nanochat.run_guard import Guard
 from nanochat.run_owner import Owner
 from nanochat.start_run import Run
 from nanochat.steps import Sink, StepReport
@@ -44,7 +45,8 @@ class Journal:
         self.wandb_id = wandb_id
 
     def event(self, name: str, step: int, **record: object) -> None:
-        """Report an event after `step` steps. `record`: JSON."""
+        """Report an event after `step` steps, or in that step. `record`: JSON. Like all reports, it
+        may raise on rank 0 alone; the watchdog then ends the others."""
         for sink in self.sinks:
             sink.event(name, step, record)
 
@@ -70,14 +72,12 @@ class Journal:
             sink.close()
 
 
-def open_journal(
-    run: Run, device: torch.device, owner: Owner | None, state: Sink | None
-) -> Journal:
-    """The journal of a launch, which owns the run; without sinks on ranks other than 0, where there
-    are no owner and state."""
+def open_journal(run: Run, guard: Guard) -> Journal:
+    """The journal of a launch, which owns the run; without sinks on ranks other than 0."""
+    owner, state = guard.owner, guard.state
     if owner is None or state is None:
         return Journal()
-    own_log = Log(run, device, owner)
+    own_log = Log(run, guard.device, owner)
     own_log.note_other_versions()
     optional = [Optional(name, entry, run) for name, entry in run.settings.sinks.items()]
     # first the log, which refuses a step with another digest; last the state, whose end gives up the
@@ -169,12 +169,15 @@ class Optional(Sink):
             self.sink.ending(reason)
 
     def end(self, status: str, reason: str) -> None:
+        """Finish now, while this launch owns the run's folder."""
         with self._guard():
             self.sink.end(status, reason)
+        self.close()
 
     def close(self) -> None:
         with self._guard():
             self.sink.close()
+        self.sink = Sink()
 
 
 class Log(Sink):

@@ -21,8 +21,9 @@ How a run starts or resumes: the path from the command line to the first step.
                      tokenizer/, data_manifest.json, plan.json
 
 `inspect_run` returns a `Start`, whose settings alone count afterwards, and `find_data` a `Run`:
-the same with its data. Everything before `begin_run` only reads, so a refused command leaves no
-trace. scripts.validate runs everything but the guard and `begin_run`.
+the same with its data. Everything before `begin_run` writes nothing into the run (text may be
+prepared below the base directory), so a refused command leaves no trace in it. scripts.validate
+runs everything but the guard and `begin_run`.
 """
 
 import contextlib
@@ -230,12 +231,11 @@ def command(settings: Settings, world_size: int, device_type: str) -> tuple[Sett
     activate_kernel(settings.attention_kernel, device_type, deterministic=settings.deterministic)
     for sink in settings.sinks.values():
         open_door(sink).check()
-    tag = settings.model_tag or f"d{settings.depth}"
-    run_path(tag)  # ValueError for an invalid name
+    run_path(settings.tag)  # ValueError for an invalid name
     return replace(
         settings,
         data_path=data_path,
-        model_tag=tag,
+        model_tag=settings.tag,
         vocab_size=tokenizer.get_vocab_size(),
         tokenizer_fingerprint=tokenizer.fingerprint,
         world_size=world_size,
@@ -264,7 +264,7 @@ def inspect_run(settings: Settings, device: torch.device) -> Start:
     """Collective. Find out how a command's run starts or resumes, without changing anything.
     ValueError if a fixed setting changed, if a run exists and --resume=scratch lacks --force, or if
     another launch trains the run."""
-    run_dir = run_path(settings.model_tag or "")
+    run_dir = run_path(settings.tag)
     # every node has its own command line, tokenizer and PyTorch
     shared = {name: value for name, value in versions(device).items() if name not in PER_MACHINE}
     check_all_equal({**settings.to_json(), **shared})

@@ -624,6 +624,8 @@ class Stream:
         self.identity = stream_identity(config, sources, tokenizer)
         self.rows = dict.fromkeys(self.lanes, 0)  # number of rows that each lane has produced
         self.dropped: dict[int, frozenset[str]] = dict.fromkeys(self.lanes, frozenset())
+        if cursors is not None:
+            check_cursors(cursors, self.lanes, self.identity)
         self.pool: Executor | None = None
         if num_threads:
             self.pool = ThreadPoolExecutor(num_threads, thread_name_prefix="tokenize")
@@ -639,11 +641,9 @@ class Stream:
             )
             self.feeds[bucket] = {lane: new_feed(lane=lane) for lane in self.lanes}
 
-        if cursors is not None:
-            check_cursors(cursors, self.lanes, self.identity)
-            for cursor in cursors:
-                if cursor["lane"] in self.rows:
-                    self._restore(cursor)
+        for cursor in cursors or ():
+            if cursor["lane"] in self.rows:
+                self._restore(cursor)
 
     def _restore(self, cursor: Cursor) -> None:
         """Continue one of these lanes where its cursor says."""

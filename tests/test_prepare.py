@@ -175,6 +175,22 @@ def test_an_interrupted_preparation_is_continued(data, converted, monkeypatch):
     assert manifest == scan(data)
 
 
+def test_a_killed_preparation_is_continued(data, converted, monkeypatch):
+    """Death leaves the records that were written last."""
+    keep = prepare._keep
+    monkeypatch.setattr(prepare, "KEEP_S", 0.0)
+    monkeypatch.setattr(prepare, "_keep", lambda *_: None)
+    manifest = scan(data)
+    [folder] = prepare.prepared_dir().iterdir()
+    (folder / "train/c.jsonl.parquet").unlink()
+    (folder / "train/.c.jsonl.parquet.01234567.tmp").touch()
+    os.utime(folder / "train/.c.jsonl.parquet.01234567.tmp", (1, 1))
+    monkeypatch.setattr(prepare, "_keep", keep)
+    converted.clear()
+    assert scan(data) == manifest and converted == ["c.jsonl"]
+    assert not list(folder.rglob(".*.tmp"))
+
+
 @pytest.mark.parametrize("has_locks", [True, False])
 def test_launches_that_prepare_at_once_do_not_harm_each_other(
     data, converted, monkeypatch, has_locks

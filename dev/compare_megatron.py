@@ -35,7 +35,8 @@ import torch
 from dev import peers
 from dev.measure import digests_of
 from nanochat.cli import Parser, run_main
-from nanochat.integrations.megatron import (
+from nanochat.integrations.megatron_api import (
+    BlendedMegatronDatasetBuilder,
     GPTDataset,
     GPTDatasetConfig,
     IndexedDatasetBuilder,
@@ -43,7 +44,6 @@ from nanochat.integrations.megatron import (
     Split,
     normalize,
 )
-from nanochat.integrations.megatron_order import BlendedMegatronDatasetBuilder
 from nanochat.integrations.megatron_tables import blend_sources
 from scripts import tok_shards
 

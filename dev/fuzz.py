@@ -562,7 +562,7 @@ READERS: dict[str, Reader] = {
         (f"{RUN}/data_manifest.json",),
     ),
     "run state": Reader(
-        lambda base, _: status.describe(run_reader.RunReader(base / RUN).status()),
+        lambda base, _: status.status_text(run_reader.RunReader(base / RUN).status()),
         (f"{RUN}/.run_state.json",),
     ),
     "stop": Reader(read_stop, (f"{RUN}/.run_state.json",)),

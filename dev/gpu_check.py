@@ -501,7 +501,7 @@ def bits(bench: Bench, second: SecondRun, **way: Any) -> Iterator[Figure]:
         )
     for part in parts:
         if part.gaps:
-            print(f"  {what}: {part.describe()}", flush=True)
+            print(f"  {what}: {part.text()}", flush=True)
     gaps = sum(len(part.gaps) for part in parts)
     yield "places that differ", what, gaps if is_shown or gaps else None
     shutil.rmtree(training.run_dir(tag))  # gigabytes

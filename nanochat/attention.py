@@ -46,12 +46,21 @@ same bits for the same number of threads.
 
 import functools
 import logging
-from collections.abc import Iterable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+if TYPE_CHECKING:  # importing it takes a second
+    from torch.nn.attention.flex_attention import BlockMask
+
+    # `sdpa_mask`: (B, 1, T, T) bool, True where visible; `flex`: a BlockMask; `varlen`: (documents
+    # + 1,) int32, the positions among the B T tokens where documents begin, then B T
+    Mask: TypeAlias = Tensor | BlockMask
+else:
+    Mask = Any
 
 log = logging.getLogger(__name__)
 
@@ -68,13 +77,11 @@ class DocMasks(NamedTuple):
     """The masks that separate the documents of a batch.
 
     same_doc: (B, T) bool, whether the previous token belongs to the same document; False for the
-    first token of a row. by_window: the mask of each window size: (B, 1, T, T) bool, True where
-    visible; a BlockMask; or, for `varlen`, the positions among the B T tokens where documents
-    begin, int32, followed by B T.
+    first token of a row. by_window: the mask of each window size.
     """
 
     same_doc: Tensor
-    by_window: dict[int, Any]
+    by_window: dict[int, Mask]
 
 
 def make_masks(
@@ -89,17 +96,24 @@ def make_masks(
     T = doc_ids.size(1)
     same_doc = F.pad(doc_ids[:, 1:] == doc_ids[:, :-1], (1, 0))
     if mode == "varlen":
-        return DocMasks(same_doc, dict.fromkeys(windows, _edges(~same_doc, num_docs)))
-    make = {"sdpa_mask": _doc_band, "flex": _block_mask}[mode]
-    reach = {window: -1 if window >= T - 1 else window for window in windows}
-    masks = {window: make(doc_ids, window) for window in set(reach.values())}
-    return DocMasks(same_doc, {window: masks[reach[window]] for window in reach})
+        edges: Mask = _edges(~same_doc, num_docs)
+        return DocMasks(same_doc, dict.fromkeys(windows, edges))
+
+    make: Callable[[Tensor, int], Mask] = _block_mask if mode == "flex" else _doc_band
+    masks: dict[int, Mask] = {}  # by how far a query really sees: all full windows share a mask
+    by_window = {}
+    for window in windows:
+        reach = -1 if window >= T - 1 else window
+        if reach not in masks:
+            masks[reach] = make(doc_ids, reach)
+        by_window[window] = masks[reach]
+    return DocMasks(same_doc, by_window)
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, *, window: int = -1, mask: Any = None) -> Tensor:
-    """Softmax attention, scaled by 1/sqrt(D).
-
-    Returns (B, Tq, H, D) in q's dtype.
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, window: int = -1, mask: Mask | None = None
+) -> Tensor:
+    """Softmax attention, scaled by 1/sqrt(D): (B, Tq, H, D) in q's dtype.
 
     q: (B, Tq, H, D); k, v: (B, Tk, Hkv, D) with H a multiple of Hkv (query head h reads kv head h
     // (H / Hkv)). The queries are the last Tq of the Tk positions: Tk > Tq continues from a cache.
@@ -114,15 +128,20 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, window: int = -1, mask: Any = 
         assert Tq == Tk, "document masks are not for decoding from a cache"
         if not isinstance(mask, Tensor):
             return _flex(q, k, v, mask)
-        return _sdpa(q, k, v, mask) if mask.ndim == 4 else _flash(q, k, v, window, mask)
-    return _flash(q, k, v, window) if _flash_fits(q, k, window) else _causal_sdpa(q, k, v, window)
+        if mask.ndim == 4:
+            return _sdpa(q, k, v, mask)
+        return _flash(q, k, v, window, mask)
+    if _flash_fits(q, k, window):
+        return _flash(q, k, v, window)
+    return _causal_sdpa(q, k, v, window)
 
 
 def _flash_fits(q: Tensor, k: Tensor, window: int) -> bool:
     """Whether the window lets the kernel skip blocks and the kernel accepts these tensors."""
-    if not q.is_cuda or window < 0 or q.size(1) != k.size(1):
-        return False
-    return q.dtype in FLASH_DTYPES and q.size(3) <= MAX_FLASH_HEAD_DIM and q.size(3) % 8 == 0
+    is_training_window = q.is_cuda and window >= 0 and q.size(1) == k.size(1)
+    head_dim = q.size(3)
+    head_fits = head_dim <= MAX_FLASH_HEAD_DIM and head_dim % 8 == 0
+    return is_training_window and head_fits and q.dtype in FLASH_DTYPES
 
 
 # ---- sdpa ----------------------------------------------------------------------------------------
@@ -131,7 +150,8 @@ def _flash_fits(q: Tensor, k: Tensor, window: int) -> bool:
 def _causal_sdpa(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
     Tq = q.size(1)
     if window >= 0:  # drop the keys before the first query's window
-        k, v = k[:, -(window + Tq) :], v[:, -(window + Tq) :]
+        k = k[:, -(window + Tq) :]
+        v = v[:, -(window + Tq) :]
     Tk = k.size(1)
     if Tq == 1:  # the query sees all remaining keys
         return _sdpa(q, k, v, None)
@@ -146,7 +166,9 @@ def _sdpa(
     if q.is_cuda and (mask is not None or q.dtype == torch.float32):
         # CUDA's flash kernel accepts neither masks nor float32, and the other fast kernel rejects
         # grouped heads
-        k, v = (x.repeat_interleave(q.size(2) // x.size(2), dim=2) for x in (k, v))
+        queries_per_head = q.size(2) // k.size(2)
+        k = k.repeat_interleave(queries_per_head, dim=2)
+        v = v.repeat_interleave(queries_per_head, dim=2)
     y = F.scaled_dot_product_attention(
         q.transpose(1, 2),
         k.transpose(1, 2),
@@ -169,7 +191,9 @@ def _band(Tq: int, Tk: int, window: int, device: torch.device) -> Tensor:
     """(Tq, Tk) bool, True where a query sees a key."""
     queries = torch.arange(Tk - Tq, Tk, device=device)
     distance = queries[:, None] - torch.arange(Tk, device=device)
-    return (distance >= 0) & (distance <= window) if window >= 0 else distance >= 0
+    if window < 0:
+        return distance >= 0
+    return (distance >= 0) & (distance <= window)
 
 
 # ---- flash ---------------------------------------------------------------------------------------
@@ -188,7 +212,9 @@ def _flash(q: Tensor, k: Tensor, v: Tensor, window: int, edges: Tensor | None = 
     q = q.reshape(B * T, H, D)
     k = k.reshape(B * T, -1, D)
     v = v.reshape(B * T, -1, D)
-    grouped: dict[str, Any] = {"enable_gqa": True} if k.size(1) != H and NEEDS_ENABLE_GQA else {}
+    grouped: dict[str, Any] = {}
+    if k.size(1) != H and NEEDS_ENABLE_GQA:
+        grouped["enable_gqa"] = True
     y = varlen_attn(q, k, v, edges, edges, T, T, window_size=(window, 0), **grouped)
     assert isinstance(y, Tensor)
     return y.view(B, T, H, D)
@@ -200,7 +226,8 @@ def _edges(starts: Tensor, num_docs: int | None) -> Tensor:
     starts: (B, T) bool. A compiled model treats this length as dynamic, so one graph serves any
     number of documents.
     """
-    num_docs = int(starts.sum()) if num_docs is None else num_docs
+    if num_docs is None:
+        num_docs = int(starts.sum())
     flat = starts.flatten()
     edges = torch.nonzero_static(flat, size=num_docs + 1, fill_value=len(flat)).view(-1).int()
     torch._dynamo.mark_dynamic(edges, 0)
@@ -306,10 +333,12 @@ def repeats(device: torch.device, dtype: torch.dtype, times: int = 8) -> bool:
     Measured with short and full windows.
     """
     generator = torch.Generator().manual_seed(0)
-    *inputs, grad = (
-        torch.randn(4, 1024, 4, 128, generator=generator).to(device, dtype) for _ in range(4)
-    )
-    inputs = [tensor.requires_grad_() for tensor in inputs]
+
+    def draw() -> Tensor:
+        return torch.randn(4, 1024, 4, 128, generator=generator).to(device, dtype)
+
+    inputs = [draw().requires_grad_() for _ in range(3)]
+    grad = draw()
     for window in (256, -1):
         first: list[Tensor] = []
         for _ in range(times):
@@ -326,7 +355,7 @@ def repeats(device: torch.device, dtype: torch.dtype, times: int = 8) -> bool:
 _compiled: Any = functools.cache(torch.compile)
 
 
-def _flex(q: Tensor, k: Tensor, v: Tensor, block_mask: Any) -> Tensor:
+def _flex(q: Tensor, k: Tensor, v: Tensor, block_mask: "BlockMask") -> Tensor:
     from torch.nn.attention.flex_attention import flex_attention
 
     if q.is_cuda and not torch.compiler.is_compiling():  # eager code would store all (T, T) scores
@@ -341,13 +370,15 @@ def _flex(q: Tensor, k: Tensor, v: Tensor, block_mask: Any) -> Tensor:
     return y.transpose(1, 2)
 
 
-def _block_mask(doc_ids: Tensor, window: int) -> Any:
+def _block_mask(doc_ids: Tensor, window: int) -> "BlockMask":
     """`_doc_band` as a `BlockMask`."""
     from torch.nn.attention.flex_attention import create_block_mask
 
     def visible(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
         same = (query >= key) & (doc_ids[b, query] == doc_ids[b, key])
-        return same & (query - key <= window) if window >= 0 else same
+        if window < 0:
+            return same
+        return same & (query - key <= window)
 
     B, T = doc_ids.shape
     make = _compiled(create_block_mask) if doc_ids.is_cuda else create_block_mask
@@ -355,6 +386,16 @@ def _block_mask(doc_ids: Tensor, window: int) -> Any:
 
 
 # ---- the cache -----------------------------------------------------------------------------------
+
+
+class Cacheable(Protocol):
+    """What a cache needs of a model (`nanochat.gpt.GPT`)."""
+
+    @property
+    def config(self) -> Any: ...  # a `GPTConfig`
+    @property
+    def compute_dtype(self) -> torch.dtype: ...
+    def get_device(self) -> torch.device: ...
 
 
 class KVCache:
@@ -366,11 +407,11 @@ class KVCache:
     prev_embedding        (B, 1, n_embd): the embedding of the previous token, for smear
     """
 
-    def __init__(self, batch_size: int, seq_len: int, *, model: Any) -> None:
+    def __init__(self, batch_size: int, seq_len: int, *, model: Cacheable) -> None:
         """Allocate batch_size rows of seq_len tokens on the model's device, in its compute dtype."""
         config = model.config
         shape = (config.n_layer, batch_size, seq_len, config.n_kv_head, config.head_dim)
-        options = {"dtype": model.compute_dtype, "device": model.get_device()}
+        options: dict[str, Any] = {"dtype": model.compute_dtype, "device": model.get_device()}
         self.k = torch.zeros(shape, **options)
         self.v = torch.zeros(shape, **options)
         self.prev_embedding = torch.zeros(batch_size, 1, config.n_embd, **options)
@@ -411,9 +452,8 @@ class KVCache:
 
         If the other has one row, every row becomes a copy of it.
         """
-        assert (
-            self.pos == 0 and self.seq_len >= other.pos and other.k.size(1) in (1, self.k.size(1))
-        )
+        assert self.pos == 0 and self.seq_len >= other.pos
+        assert other.k.size(1) in (1, self.k.size(1))
         self.k[:, :, : other.pos] = other.k[:, :, : other.pos]
         self.v[:, :, : other.pos] = other.v[:, :, : other.pos]
         self.prev_embedding[:] = other.prev_embedding

@@ -148,7 +148,7 @@ def load_plain(file: Path) -> Any:
 @dataclass(frozen=True)
 class Snapshot:
     """Everything that a checkpoint stores, in host memory. All ranks collect it together
-    (`Trainer.collect`); one process writes it, without any collective. `load_checkpoint` opens what
+    (`Training.collect`); one process writes it, without any collective. `load_checkpoint` opens what
     was written."""
 
     step: int  # steps done
@@ -192,15 +192,15 @@ class Snapshot:
 
 
 def write_sealed(target: Path, head: Mapping[str, Any], contents: Mapping[str, Any]) -> None:
-    """Write and seal a checkpoint, unless a good one of head["step"] exists. `head`: the fields of
+    """Write and seal a checkpoint, unless a good one of that step and status exists. `head`: the fields of
     the seal other than its checksums. `contents`: bytes or a plain state for each relative name. An
     error leaves no partial file."""
     try:
-        existing_step = verify_checkpoint(target)["step"]
+        existing = verify_checkpoint(target)
     except (FileNotFoundError, NotADirectoryError, ValueError):
         # another OSError may hide a good checkpoint
-        existing_step = None
-    if existing_step == head["step"]:
+        existing = None
+    if existing and all(existing.get(name) == head.get(name) for name in ("step", "status")):
         log.info("%s already exists and is good; it is kept", target)
         return
     temporary = target.with_name(f".tmp-{target.name}-{os.getpid()}")
@@ -213,8 +213,10 @@ def write_sealed(target: Path, head: Mapping[str, Any], contents: Mapping[str, A
         )
         for folder in sorted({(temporary / name).parent for name in (*files, STATE_NAME)}):
             fsync_dir(folder)
-        if existing_step is not None:  # a good `final`, from before the run was extended
-            numbered = target.with_name(f"checkpoint-{existing_step}")
+        if existing is not None:
+            # a good `final`, from before the run was extended, or the stop at a step that is now
+            # known to be the run's halt
+            numbered = target.with_name(f"checkpoint-{existing['step']}")
             if os.path.lexists(numbered):
                 delete_checkpoint(numbered)
             os.rename(target, numbered)

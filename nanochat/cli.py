@@ -82,7 +82,7 @@ REASONS = {
 
 
 def setting(
-    default: Any, help: str, *, decides: Decides = Decides.NOTHING, note: str = "", **more: Any
+    default: object, help: str, *, decides: Decides = Decides.NOTHING, note: str = "", **more: Any
 ) -> Any:
     """Declare a field of a dataclass of settings. nanochat/config.py turns it into a flag, an entry
     of config.json and a rule for resuming. Declare a field there, or in the module that uses it.
@@ -226,7 +226,7 @@ class Parser(argparse.ArgumentParser):
             flags.required = True
         return words
 
-    def _words_of_flag(self, name: str, value: Any) -> list[str]:
+    def _words_of_flag(self, name: str, value: object) -> list[str]:
         """A flag and its value in a file as command-line arguments."""
         action = self.known(name)
         is_switch = action.nargs == 0
@@ -256,7 +256,7 @@ class Parser(argparse.ArgumentParser):
             self.error(f"{name}: {self.instead(name) or hint}")
         return known[name]
 
-    def _check_value(self, action: argparse.Action, value: Any) -> None:
+    def _check_value(self, action: argparse.Action, value: object) -> None:
         """Exit with one sentence if the value of a flag, or a subcommand, is not among its
         choices."""
         if action.choices is not None and value not in action.choices:
@@ -336,11 +336,12 @@ def _read_small(path: Path | str, max_bytes: int) -> bytes:
     return data
 
 
-def _check_plain(value: Any) -> None:
+def _check_plain(value: object) -> None:
     """ValueError if a value of YAML or TOML is more than JSON can hold (a date, a set), is nested
     more than MAX_LEVELS deep, or holds more than MAX_VALUES values, as aliases of YAML within
     aliases do in a few hundred bytes."""
-    todo, seen = [(value, 1)], 0
+    todo: list[tuple[object, int]] = [(value, 1)]
+    seen = 0
     while todo:
         value, level = todo.pop()
         seen += 1

@@ -90,7 +90,7 @@ def refuse_secrets(word: str) -> None:
 #
 # Code that only some runs need enters through a table that names it: kinds of data files
 # (`sources.SOURCES`), packers (`packing.LAYOUTS`), orders (`order.ORDERS`), tokenizers
-# (`tokenizer.TOKENIZERS`), and what receives the log's values (`run_journal.SINKS`). The rest of
+# (`tokenizer.TOKENIZERS`), and what receives the log's values (`sinks.SINKS`). The rest of
 # the program does not know what is behind a door.
 
 

@@ -28,7 +28,6 @@ import argparse
 import contextlib
 import json
 import math
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import Field, asdict, dataclass, fields, replace
 from functools import partial
@@ -44,6 +43,7 @@ from nanochat.gpt import ASPECT_RATIO, HEAD_DIM, GPTConfig
 from nanochat.order import ORDERS, StreamSettings
 from nanochat.run_dir import checkpoint_folders
 from nanochat.schedule import MOST_STEPS, ScheduleSettings
+from nanochat.sinks import SinkSettings
 from nanochat.text import Selection, TextSettings
 from nanochat.tokenizer import TokenizerSettings
 
@@ -64,12 +64,6 @@ MAX_RATE = 10**6  # largest learning rate: far above useful ones, far below thos
 class RunSettings:
     """run"""
 
-    run: str = setting("dummy", "name of the wandb run; dummy turns wandb off")
-    log_to: str = setting(
-        "wandb",
-        "where to plot the logged values: wandb (if --run names a run), tensorboard, trackio, or several of "
-        "them separated by commas",
-    )
     model_tag: str | None = setting(
         None,
         "name of the run: its folder is <base dir>/runs/NAME, where <base dir> is $NANOCHAT_BASE_DIR or "
@@ -209,11 +203,6 @@ class DataSettings:
         "nanochat/source_xyz.py",
         decides=Decides.ROWS,
     )
-    object_storage_cache: str | None = setting(
-        None,
-        "folder for local copies of indices from object storage (default: <base dir>/object_storage)",
-        metavar="DIR",
-    )
     without_documents: str | None = setting(
         None,
         "file of documents to exclude from the loss, one FILE:DOC per line (FILE:* for a whole file; DOC counts "
@@ -347,9 +336,6 @@ class EvaluationSettings:
         -1,
         "steps between checkpoints; -1: one every 30 minutes, keeping the newest two; 0: only at the end",
     )
-    profile_steps: str | None = setting(
-        None, "write PyTorch's profile of steps A to B - 1 into the run directory", metavar="A:B"
-    )
     sync_save: bool = setting(False, "pause training until each checkpoint is written")
     keep_last_k: int | None = setting(
         None,
@@ -410,6 +396,7 @@ class LongRunSettings:
 @dataclass(frozen=True, kw_only=True)
 class Settings(
     LongRunSettings,
+    SinkSettings,
     EvaluationSettings,
     ScheduleSettings,
     OptimizerSettings,
@@ -426,6 +413,7 @@ class Settings(
     ValueError for values out of bounds and for flags that contradict each other."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         for name, value in self.differing().items():
             rule = fields_of(type(self))[name].metadata
             if isinstance(value, float) and not math.isfinite(value):
@@ -439,16 +427,6 @@ class Settings(
                 raise ValueError(
                     f"{flag(name)}: got {value}, expected a number above {rule['above']}"
                 )
-        if not set(self.log_to.split(",")) <= {"wandb", "tensorboard", "trackio"}:
-            raise ValueError(
-                f"--log-to: got {self.log_to!r}, expected wandb, tensorboard, trackio, or several of them "
-                "separated by commas"
-            )
-        if self.profile_steps is not None and self.profiled is None:
-            raise ValueError(
-                f"--profile-steps: got {self.profile_steps!r}, expected A:B, the first step and the one "
-                "after the last, such as 10:13"
-            )
         if self.init_from is None and (self.init_optimizer or self.init_data != "fresh"):
             raise ValueError(
                 "--init-optimizer, --init-data: apply only to a run that starts from another run; name "
@@ -510,22 +488,14 @@ class Settings(
         return 0 if self.mix is None else sum(phase.duration_tokens for phase in self.mix.phases)
 
     @property
+    def tag(self) -> str:
+        """The name of the run's folder."""
+        return self.model_tag or f"d{self.depth}"
+
+    @property
     def order_seed(self) -> int:
         """The seed of the data order."""
         return self.seed if self.data_seed is None else self.data_seed
-
-    @property
-    def trackers(self) -> list[str]:
-        """The trackers of the run: the names in `log_to`, but not wandb if --run names no run."""
-        return [name for name in self.log_to.split(",") if name != "wandb" or self.run != "dummy"]
-
-    @property
-    def profiled(self) -> tuple[int, int] | None:
-        """(first, last + 1) of the steps to profile, None if `profile_steps` is empty or
-        malformed."""
-        match = re.fullmatch(r"(\d{1,12}):(\d{1,12})", self.profile_steps or "", re.ASCII)
-        first, end = (int(match[1]), int(match[2])) if match else (0, 0)
-        return (first, end) if first < end else None
 
     def differing(self) -> dict[str, Any]:
         """{name: value} of the settings that differ from their defaults."""
@@ -565,6 +535,7 @@ REMOVED = frozenset(
         "log_every",
         "row_losses",
         "tokenizer_dir",  # now --tokenizer
+        "object_storage_cache",
         # now of an order of their own, but once in the config.json of every run
         *("split", "blend_weights", "eod_mask_loss", "num_samples", "index_cache"),
     }
@@ -574,6 +545,7 @@ ELSEWHERE = {  # flags of other programs and of older versions
     **dict.fromkeys(
         ("--row-losses", "--no-row-losses"), "omit it; the losses of rows are always kept"
     ),
+    "--object-storage-cache": "omit it; copies are in <base dir>/object_storage, and NANOCHAT_BASE_DIR moves that",
     "--resume-from-step": "use --resume=PATH to resume from that checkpoint, or --resume=auto (the default) to resume "
     "from the newest",
     "--allow-curriculum-change": "a run keeps its curriculum; to continue with a different one, start a new run "

@@ -41,7 +41,7 @@ import json
 import math
 import re
 from bisect import bisect_right
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field
 from fractions import Fraction
 from pathlib import Path
@@ -59,7 +59,7 @@ OPTIONAL = {"max_epochs": dict, "allow_bucket_exhaustion": bool, "allow_budget_m
 NUMBER = re.compile(r"[-+]?\d{1,30}(\.\d{0,30})?([eE][-+]?\d{1,3})?", re.ASCII)
 
 
-def _show(value: Any) -> str:
+def _show(value: object) -> str:
     """A value for a message, shortened if necessary."""
     if isinstance(value, int) and value.bit_length() > 1000:  # Python refuses to print 4,300 digits
         return "a whole number of more than 300 digits"
@@ -74,26 +74,28 @@ def _hint(word: object, known: Collection[str]) -> str:
     return f"; expected {', '.join(names)}{similar}"
 
 
-def _number(value: Any, what: str, *, whole: bool = False, minimum: int = 0) -> int | float:
+def _number(value: object, what: str, *, whole: bool = False, minimum: int = 0) -> int | float:
     """A number from `minimum` to 2**63.
 
     YAML reads 5e9 as a string, so strings that are numbers are accepted.
     """
-    number = value
-    if isinstance(value, str) and NUMBER.fullmatch(value):
-        number = float(value)
+    number = float(value) if isinstance(value, str) and NUMBER.fullmatch(value) else value
     if isinstance(number, float) and number.is_integer():
         number = int(number)
-    is_number = type(number) is int or (type(number) is float and not whole)  # a bool is neither
-    if not is_number or not minimum <= number < 2**63:
-        kind = "a whole number" if whole else "a number"
-        raise ValueError(f"{what}: got {_show(value)}, expected {kind} >= {minimum}")
-    return number
+    if isinstance(number, int | float) and not isinstance(number, bool):
+        is_right_kind = isinstance(number, int) or not whole
+        if is_right_kind and minimum <= number < 2**63:
+            return number
+    kind = "a whole number" if whole else "a number"
+    raise ValueError(f"{what}: got {_show(value)}, expected {kind} >= {minimum}")
 
 
-def _check(value: Any, what: str, required: dict[str, Any], optional: dict[str, Any]) -> None:
+def _check_fields(
+    value: object, what: str, required: dict[str, Any], optional: dict[str, Any]
+) -> None:
     """ValueError unless a value is an object with fields of these shapes and no others."""
     check_shape(value, dict, what)
+    assert isinstance(value, dict)
     known = required | optional
     for key in value:  # checked before missing keys, because a misspelled key is also missing
         if key not in known:
@@ -233,17 +235,17 @@ class Curriculum:
 
     @classmethod
     def from_json(
-        cls, value: Any, *, what: str = "the curriculum", list_name: str = "phases"
+        cls, value: Mapping[str, Any], *, what: str = "the curriculum", list_name: str = "phases"
     ) -> "Curriculum":
         """The inverse of `to_json`.
 
         In a curriculum file, `curriculum` is the name of the list of phases. ValueError says where
         a mistake is.
         """
-        _check(value, what, {list_name: list}, OPTIONAL)
+        _check_fields(value, what, {list_name: list}, OPTIONAL)
         phases = []
         for number, phase in enumerate(value[list_name], 1):
-            _check(phase, f"phase {number}", PHASE, {})
+            _check_fields(phase, f"phase {number}", PHASE, {})
             try:
                 phases.append(Phase(**phase))
             except ValueError as e:

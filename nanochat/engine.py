@@ -43,9 +43,11 @@ def sample_next_token(
     if temperature == 0:
         return logits.argmax(dim=-1, keepdim=True)
     if top_k is None:
-        return torch.multinomial(F.softmax(logits / temperature, dim=-1), 1, generator=rng)
+        probabilities = F.softmax(logits / temperature, dim=-1)
+        return torch.multinomial(probabilities, 1, generator=rng)
     choices, ids = logits.topk(min(top_k, logits.size(-1)), dim=-1)
-    drawn = torch.multinomial(F.softmax(choices / temperature, dim=-1), 1, generator=rng)
+    probabilities = F.softmax(choices / temperature, dim=-1)
+    drawn = torch.multinomial(probabilities, 1, generator=rng)
     return ids.gather(1, drawn)
 
 
@@ -56,7 +58,7 @@ class Engine:
     `<|assistant_end|>`.
     """
 
-    def __init__(self, model: GPT, tokenizer: Any) -> None:
+    def __init__(self, model: GPT, tokenizer: Tokenizer) -> None:
         self.model = model
         self.tokenizer = tokenizer
 
@@ -73,9 +75,9 @@ class Engine:
         # Avoid the plain kernel, which writes all scores to memory; but if 8 does not divide the
         # head size, CUDA has no other.
         kernels = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
-        with sdpa_kernel(
-            kernels + [SDPBackend.MATH] if self.model.config.head_dim % 8 else kernels
-        ):
+        if self.model.config.head_dim % 8:
+            kernels.append(SDPBackend.MATH)
+        with sdpa_kernel(kernels):
             return self.model(tokens, kv_cache=cache)[:, -1]
 
     @torch.inference_mode()
@@ -108,13 +110,17 @@ class Engine:
         max_tokens = room if max_tokens is None else max_tokens
         device = self.model.get_device()
         rng = torch.Generator(device=device).manual_seed(seed)
+
         # compute the prompt once, and copy its cache to all rows
         prompt = torch.tensor([tokens], dtype=torch.int64, device=device)
         prompt_cache = KVCache(1, len(tokens), model=self.model)
         logits = self._forward(prompt, prompt_cache).expand(num_samples, -1)
         cache = KVCache(num_samples, len(tokens) + max_tokens, model=self.model)
         cache.prefill(prompt_cache)
-        stops, running = self.stop_tokens(), set(range(num_samples))
+
+        # draw a column, and compute it, until all rows have ended
+        stops = self.stop_tokens()
+        running = set(range(num_samples))
         for i in range(max_tokens):
             drawn = sample_next_token(logits, rng, temperature, top_k)
             column = drawn[:, 0].tolist()
@@ -135,7 +141,8 @@ class Engine:
         Returns (token lists, mask lists), one of each per sample: the prompt (mask 0) and the
         sampled tokens (mask 1) before the stop token.
         """
-        stops, running = self.stop_tokens(), set(range(num_samples))
+        stops = self.stop_tokens()
+        running = set(range(num_samples))
         results = [list(tokens) for _ in range(num_samples)]
         for column, _ in self.generate(tokens, num_samples, **kwargs):
             running -= {row for row in running if column[row] in stops}
@@ -161,7 +168,8 @@ def load_model(
     device = torch.device(device)
     checkpoint = find_checkpoint(path)
     checkpoint.check_architecture(checkpoint.model_config)
-    if unknown := checkpoint.model_config.keys() - {f.name for f in fields(GPTConfig)}:
+    unknown = checkpoint.model_config.keys() - {field.name for field in fields(GPTConfig)}
+    if unknown:
         raise ValueError(
             f"{checkpoint.path / MODEL_CONFIG_NAME}: this code's GPTConfig lacks "
             f"{', '.join(sorted(unknown))}; use the code that trained the model"

@@ -1,8 +1,7 @@
 """
 What a run measures between its steps: bits per byte, samples, CORE, and each rank's own time.
 
-Each function prints one line and reports one event. To log another value with an evaluation, add
-it to the event here.
+Each function reports one event; to log another value with an evaluation, add it here.
 """
 
 import contextlib

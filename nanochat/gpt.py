@@ -25,7 +25,9 @@ document:
 """
 
 import hashlib
+import itertools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,7 +37,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from nanochat.attention import MODES, DocMasks, KVCache, attention, make_masks
+from nanochat.attention import MODES, DocMasks, KVCache, Mask, attention, make_masks
 from nanochat.dist import get_compute_dtype
 from nanochat.optim import MuonAdamW
 
@@ -154,10 +156,11 @@ class GPTConfig:
     @property
     def window_sizes(self) -> list[int]:
         """For each layer, how many earlier tokens a token sees."""
-        long, pattern = self.sequence_len, self.window_pattern
+        long = self.sequence_len
         short = _round_up(math.ceil(long / 4), SHORT_WINDOW_MULTIPLE)
-        sizes = [short if pattern[i % len(pattern)] == "S" else long for i in range(self.n_layer)]
-        return sizes[:-1] + [long]
+        letters = itertools.islice(itertools.cycle(self.window_pattern), self.n_layer - 1)
+        sizes = [short if letter == "S" else long for letter in letters]
+        return [*sizes, long]
 
     def has_value_embedding(self, layer: int) -> bool:
         """True for every other layer, counted back from the last."""
@@ -178,7 +181,7 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((a * cos + b * sin, b * cos - a * sin), dim=-1)
 
 
-def recompute(function: Any, *args: Any) -> Any:
+def recompute(function: Callable[..., Tensor], *args: Any) -> Tensor:
     """`function(*args)`, computed a second time in the backward pass instead of kept in memory."""
     return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False)
 
@@ -250,7 +253,7 @@ class CausalSelfAttention(nn.Module):
         ve: Tensor | None,
         rotary: tuple[Tensor, Tensor],
         kv_cache: KVCache | None,
-        mask: Any,
+        mask: Mask | None,
     ) -> Tensor:
         """x: (B, T, C).
 
@@ -375,13 +378,10 @@ class GPT(nn.Module):
                 "h": nn.ModuleList(Block(config, i) for i in layers),
             }
         )
-        self.value_embeds = nn.ModuleDict(
-            {
-                str(i): Embedding(config.padded_vocab_size, kv_width)
-                for i in layers
-                if config.has_value_embedding(i)
-            }
-        )
+        self.value_embeds = nn.ModuleDict()
+        for i in layers:
+            if config.has_value_embedding(i):
+                self.value_embeds[str(i)] = Embedding(config.padded_vocab_size, kv_width)
         self.lm_head = Linear(config.n_embd, config.padded_vocab_size)
         self.resid_lambdas = nn.Parameter(torch.empty(config.n_layer))
         self.x0_lambdas = nn.Parameter(torch.empty(config.n_layer))
@@ -410,10 +410,9 @@ class GPT(nn.Module):
             raise ValueError("init_weights on the meta device: call to_empty(device=...) first")
         # first, so each value is rounded once
         self.set_compute_dtype(compute_dtype or get_compute_dtype(self.get_device()))
+        n_embd = self.config.n_embd
         for name, parameter in self.named_parameters():
-            parameter.copy_(
-                initial_weight(name, parameter.shape, seed=seed, n_embd=self.config.n_embd)
-            )
+            parameter.copy_(initial_weight(name, parameter.shape, seed=seed, n_embd=n_embd))
 
     @torch.no_grad()
     def set_compute_dtype(self, dtype: torch.dtype) -> None:
@@ -428,7 +427,8 @@ class GPT(nn.Module):
         positions = torch.arange(ROPE_ROOM * self.config.sequence_len, dtype=torch.float32)
         angles = torch.outer(positions, turns)[:, None]
         device = self.get_device()  # the tables are computed on the CPU: the same bits everywhere
-        self.cos, self.sin = angles.cos().to(device, dtype), angles.sin().to(device, dtype)
+        self.cos = angles.cos().to(device, dtype)
+        self.sin = angles.sin().to(device, dtype)
 
     # -- forward --
 
@@ -463,24 +463,31 @@ class GPT(nn.Module):
         if kv_cache is not None:
             kv_cache.advance(idx.size(1))
         x = norm(x - self.backout_lambda.to(x.dtype) * middle)
+
         if targets is None:
             return self._logits(x)
-        x, flat = x.flatten(0, 1), targets.flatten()
-        # compiled code never stores float32 logits
-        if len(x) <= LOSS_CHUNK or torch.compiler.is_compiling():
-            losses = self._loss(x, flat)
-        else:
-            chunks = zip(x.split(LOSS_CHUNK), flat.split(LOSS_CHUNK))
-            losses = torch.cat([recompute(self._loss, *chunk) for chunk in chunks])
+        losses = self._losses(x.flatten(0, 1), targets.flatten())
         if loss_reduction == "none":
             return losses.view(targets.shape)
-        return losses.sum() if loss_reduction == "sum" else losses.sum() / (flat >= 0).sum()
+        if loss_reduction == "sum":
+            return losses.sum()
+        return losses.sum() / (targets >= 0).sum()
 
     def _logits(self, x: Tensor) -> Tensor:
         logits = self.lm_head(x)[..., : self.config.vocab_size].float()
         return LOGIT_CAP * torch.tanh(logits / LOGIT_CAP)
 
-    def _loss(self, x: Tensor, targets: Tensor) -> Tensor:
+    def _losses(self, x: Tensor, targets: Tensor) -> Tensor:
+        """The loss of each of N tokens, from x (N, C); uncompiled, a chunk of tokens at a time."""
+        # compiled code never stores float32 logits
+        if len(x) <= LOSS_CHUNK or torch.compiler.is_compiling():
+            return self._chunk_losses(x, targets)
+        losses = []
+        for chunk in zip(x.split(LOSS_CHUNK), targets.split(LOSS_CHUNK)):
+            losses.append(recompute(self._chunk_losses, *chunk))
+        return torch.cat(losses)
+
+    def _chunk_losses(self, x: Tensor, targets: Tensor) -> Tensor:
         """The loss of each of N tokens, from x (N, C)."""
         logits = self._logits(x)
         loss = F.cross_entropy(logits, targets, ignore_index=-100, reduction="none")
@@ -496,7 +503,8 @@ class GPT(nn.Module):
         """
         before = x.new_zeros(x.size(0), 1, x.size(2))
         if kv_cache is not None:
-            before, kv_cache.prev_embedding = kv_cache.prev_embedding, x[:, -1:]
+            before = kv_cache.prev_embedding
+            kv_cache.prev_embedding = x[:, -1:]
         previous = torch.cat((before, x[:, :-1]), dim=1)
         gate = torch.sigmoid(self.smear_gate(x[..., : self.smear_gate.in_features]))
         gate = self.smear_lambda.to(x.dtype) * gate
@@ -533,12 +541,11 @@ class GPT(nn.Module):
         def count(module: nn.Module) -> int:
             return sum(p.numel() for p in module.parameters())
 
-        wte, blocks = self.transformer["wte"], self.transformer["h"]
         counts = {
-            "wte": count(wte),
+            "wte": count(self.transformer["wte"]),
             "value_embeds": count(self.value_embeds),
             "lm_head": count(self.lm_head),
-            "transformer_matrices": count(blocks),
+            "transformer_matrices": count(self.transformer["h"]),
         }
         counts["scalars"] = count(self) - sum(counts.values())  # residual, x0, smear, backout
         return counts | {"total": count(self)}
@@ -568,31 +575,33 @@ class GPT(nn.Module):
         The estimate is rather a little too high than too low. dtype: the compute dtype; num_leaves,
         micro_batches: how many of each a rank has in a step.
         """
-        counts, config = self.num_scaling_params(), self.config
-        tokens = batch_size * config.sequence_len
-        size = dtype.itemsize
+        counts = self.num_scaling_params()
         total = counts["total"]
         embeddings = counts["wte"] + counts["value_embeds"]
         matrices = counts["transformer_matrices"]
+        tokens = batch_size * self.config.sequence_len
+        size = dtype.itemsize
         weights = size * embeddings + 4 * (total - embeddings)
         pending = 4 * total * (num_leaves.bit_length() - 1)
+
         # The backward pass uses the matrices in the compute dtype. The head's gradient has it, too,
         # before it is cast.
         casts = 2 * size * counts["lm_head"]
         if not self.activation_checkpointing:
             casts += size * matrices
-        per_layer, ends, one_layer = KEPT[compiled, self.activation_checkpointing]
-        if compiled and self.activation_checkpointing:
-            one_layer += UNITS_BEYOND * max(0, config.n_layer - MANY_LAYERS)
-        unit = tokens * config.n_embd * size
-        layers = int(unit * (per_layer * config.n_layer + ends))
+
+        unit = tokens * self.config.n_embd * size
+        all_layers, one_layer = self._kept_tensors(compiled)
+        layers = int(unit * all_layers)
+
         gradients = weights if micro_batches == 1 else 4 * total
         # a leaf's only micro-batch has gradients when its layers are free again
         if micro_batches == num_leaves:
             gradients = max(0, gradients - layers)
-        logits = size * tokens * config.padded_vocab_size
+
+        logits = size * tokens * self.config.padded_vocab_size
         if not compiled:
-            logits = 18 * min(tokens, LOSS_CHUNK) * config.vocab_size
+            logits = 18 * min(tokens, LOSS_CHUNK) * self.config.vocab_size
         # The gradients of a step's first micro-batch lie where its logits were, so the second one's
         # logits do not fit there: that memory stays empty, except for the gradients.
         empty = max(0, logits - gradients - pending) if compiled and micro_batches > 1 else 0
@@ -606,6 +615,16 @@ class GPT(nn.Module):
             "logits or one layer": max(logits + empty, int(unit * one_layer)),
         }
         return parts | {"spare": int(SPARE * sum(parts.values()))}
+
+    def _kept_tensors(self, compiled: bool) -> tuple[float, float]:
+        """How many tensors (B, T, C) a step keeps for all layers, and how many for one layer.
+
+        The latter are in memory while the layer is recomputed and differentiated.
+        """
+        per_layer, ends, one_layer = KEPT[compiled, self.activation_checkpointing]
+        if compiled and self.activation_checkpointing:
+            one_layer += UNITS_BEYOND * max(0, self.config.n_layer - MANY_LAYERS)
+        return per_layer * self.config.n_layer + ends, one_layer
 
     # -- optimizer --
 
@@ -634,30 +653,18 @@ class GPT(nn.Module):
             (("smear_", "backout_lambda"), 0.2, (0.8, 0.95), 0.0),
         ]
         named = dict(self.named_parameters())
-        groups: list[dict[str, Any]] = [
-            {
-                "kind": "adamw",
-                "lr": lr,
-                "betas": betas,
-                "eps": 1e-10,
-                "weight_decay": decay,
-                "names": [name for name in named if name.startswith(prefix)],
-            }
-            for prefix, lr, betas, decay in adamw
-        ]
+        groups: list[dict[str, Any]] = []
+        for prefix, lr, betas, decay in adamw:
+            names = [name for name in named if name.startswith(prefix)]
+            rates = {"lr": lr, "betas": betas, "eps": 1e-10, "weight_decay": decay}
+            groups.append({"kind": "adamw", **rates, "names": names})
+
+        muon = {"momentum": 0.95, "ns_steps": 5, "beta2": 0.9, "weight_decay": weight_decay}
         matrices = {n: p.shape for n, p in named.items() if n.startswith("transformer.h.")}
-        groups += [
-            {
-                "kind": "muon",
-                "lr": matrix_lr,
-                "momentum": 0.95,
-                "ns_steps": 5,
-                "beta2": 0.9,
-                "weight_decay": weight_decay,
-                "names": [n for n in matrices if matrices[n] == shape],
-            }
-            for shape in sorted(set(matrices.values()))
-        ]
+        for shape in sorted(set(matrices.values())):
+            names = [name for name in matrices if matrices[name] == shape]
+            groups.append({"kind": "muon", "lr": matrix_lr, **muon, "names": names})
+
         for group in groups:
             group["initial_lr"] = group["lr"]
             group["params"] = [named[name] for name in group["names"]]

@@ -19,8 +19,8 @@ The update waits for all reductions because the global norm guards it: if any gr
 infinite, no weight and no state changes, and the caller keeps the last good weights. The guard is a
 0-dim tensor `live` that multiplies every rate: it is 1, or 0 if the step is skipped; zeros then
 replace the gradient, too. So the host never waits for the device: it launches the whole step while
-the backward pass is still running. To skip a step, the caller scales the gradient by NaN. On
-several ranks, a step needs memory for one more copy of the gradients.
+the backward pass is still running. To skip a step, the caller lowers `limit` to -1, which every
+norm exceeds. On several ranks, a step needs memory for one more copy of the gradients.
 
 **Compiled** (on CUDA), each matrix shape is one graph, and all AdamW groups share three graphs
 (float32, bfloat16, a single element; ranks above 0 need a fourth), because values that differ
@@ -328,7 +328,8 @@ class MuonAdamW(torch.optim.Optimizer):
         self._num_grains, self._grains = self._number_grains()
 
     def _number_grains(self) -> tuple[int, Tensor]:
-        """(number of grains of all parameters, indices of this rank's grains in the order of parts)."""
+        """(number of grains of all parameters, indices of this rank's grains in the order of
+        parts)."""
         total = 0
         first: dict[str, int] = {}  # the index of each parameter's first grain
         for whole in self._params:
@@ -459,28 +460,31 @@ class MuonAdamW(torch.optim.Optimizer):
             return packed
         size = part.stop - part.start
         param = packed.split(message.chunk)[self._rank][:size]
-        grad = chunk[:size]
-        state = self.state[part.param].values()
-        of_group = scalars[id(part.group)]
+        self._update(part, param, chunk[:size], **scalars[id(part.group)])
+        return packed
 
+    def _update(self, part: Part, param: Tensor, grad: Tensor, **scalars: Any) -> None:
+        """Update a matrix, or this rank's elements of an AdamW tensor.
+
+        `param` and `grad` are flat. `scalars`: those of the part's group.
+        """
+        shape = part.param.shape
+        state = self.state[part.param].values()
         if part.group["kind"] == "muon":
-            shape = part.param.shape
             self._muon_update(
                 param.view(shape),
                 grad.view(shape),
                 *state,
-                **of_group,
+                **scalars,
                 polar_dtype=self._polar_dtype,
             )
-            return packed
-
+            return
         tensors = [param, grad, *(tensor.view(-1) for tensor in state)]
         block = CPU_BLOCK if self._device.type == "cpu" else len(param)
         for blocks in zip(*(tensor.split(block) for tensor in tensors)):
             # .data drops a view's link to its base; torch would compile another graph for each kind
             # of link
-            self._adamw_update(*(tensor.data for tensor in blocks), **of_group)
-        return packed
+            self._adamw_update(*(tensor.data for tensor in blocks), **scalars)
 
     # -- saving and loading --
 

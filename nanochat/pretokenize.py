@@ -58,9 +58,11 @@ from hashlib import blake2b
 from itertools import pairwise
 from multiprocessing.connection import wait
 from pathlib import Path
-from typing import Any, ClassVar
+from types import TracebackType
+from typing import Any, ClassVar, TypeAlias
 
 import numpy as np
+from numpy.typing import ArrayLike, DTypeLike
 
 from nanochat.common import (
     atomic_open,
@@ -114,9 +116,10 @@ class TokenWriter:
 
     format: ClassVar[str]  # one of `tokens.HEADERS`
 
-    def __init__(self, prefix: Path | str, *, vocab_size: int, dtype: Any):
+    def __init__(self, prefix: Path | str, *, vocab_size: int, dtype: DTypeLike):
         self.bin_path, self.idx_path = pair_paths(prefix)
-        self.dtype, codes = np.dtype(dtype), DTYPES[self.format]
+        self.dtype = np.dtype(dtype)
+        codes = DTYPES[self.format]
         self.code = next((code for code, known in codes.items() if known == self.dtype), 0)
         if not self.code:
             raise ValueError(
@@ -127,22 +130,25 @@ class TokenWriter:
         # sizes and hashes of the finished pair, as in manifest.json
         self.written: dict[str, Any] = {}
         self.lengths = array("q")
-        self._hash, self._num_bytes = blake2b(digest_size=16), 0
+        self._hash = blake2b(digest_size=16)
+        self._num_bytes = 0
         self._files = contextlib.ExitStack()  # closes in reverse order: the .idx appears last
         self._idx = self._files.enter_context(atomic_open(self.idx_path))
         self._bin = self._files.enter_context(atomic_open(self.bin_path))
 
-    def append(self, ids: Any, lengths: Any) -> None:
+    def append(self, ids: ArrayLike, lengths: ArrayLike) -> None:
         """Append the ids of some entries or sequences (sum of lengths,), and their lengths (n,)."""
-        ids, lengths = np.asarray(ids).reshape(-1), np.asarray(lengths, np.int64)
+        ids = np.asarray(ids).reshape(-1)
+        lengths = np.asarray(lengths, np.int64)
         if lengths.sum() != len(ids) or lengths.min(initial=0) < 0:
             raise ValueError(
                 f"{self.bin_path}: got {len(ids):,} ids, but lengths that add up to {lengths.sum():,}; "
                 f"expected the same number"
             )
         lowest, highest = (ids.min(), ids.max()) if len(ids) else (0, 0)
-        whole = len(ids) == 0 or ids.dtype.kind in "iu"
-        if not whole or lowest < np.iinfo(self.dtype).min or highest >= self.limit:
+        are_integers = len(ids) == 0 or ids.dtype.kind in "iu"
+        fit = lowest >= np.iinfo(self.dtype).min and highest < self.limit
+        if not are_integers or not fit:
             raise ValueError(
                 f"{self.bin_path}: got {ids.dtype.name} ids {lowest} .. {highest}, expected integers "
                 f"below {self.limit:,} that fit {self.dtype.name}; check that this tokenizer made them"
@@ -156,8 +162,8 @@ class TokenWriter:
     def add(self, ids: np.ndarray, lengths: np.ndarray, prefixes: np.ndarray) -> None:
         """Append entries.
 
-        Their ids, one entry after another (sum of lengths,), the lengths (n,), and for each entry,
-        how many leading ids repeat the previous one (n,).
+        ids: one entry after another, (sum of lengths,). lengths: (n,). prefixes: how many leading
+        ids of each entry repeat the previous one, (n,).
         """
         raise NotImplementedError
 
@@ -201,7 +207,12 @@ class TokenWriter:
     def __enter__(self) -> "TokenWriter":
         return self
 
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         if error is None:
             self.commit()
         else:
@@ -216,7 +227,7 @@ class ShardWriter(TokenWriter):
 
     format = "shards"
 
-    def __init__(self, prefix: Path | str, *, vocab_size: int, dtype: Any = None):
+    def __init__(self, prefix: Path | str, *, vocab_size: int, dtype: DTypeLike | None = None):
         default = DTYPES["shards"][2 if vocab_size <= 65535 else 4]
         super().__init__(prefix, vocab_size=vocab_size, dtype=dtype or default)
         self._prefixes = array("H")
@@ -240,7 +251,8 @@ class ShardWriter(TokenWriter):
                 f"without documents, or split one with too many"
             )
         header = HEADERS["shards"].pack(MAGICS["shards"], 1, self.code, n)
-        return n, [header, to_offsets(np.frombuffer(self.lengths, np.int64)).data, self._prefixes]
+        offsets = to_offsets(np.frombuffer(self.lengths, np.int64))
+        return n, [header, offsets.data, self._prefixes]
 
 
 class MegatronWriter(TokenWriter):
@@ -254,7 +266,9 @@ class MegatronWriter(TokenWriter):
 
     format = "megatron"
 
-    def __init__(self, prefix: Path | str, *, vocab_size: int = 1 << 63, dtype: Any = None):
+    def __init__(
+        self, prefix: Path | str, *, vocab_size: int = 1 << 63, dtype: DTypeLike | None = None
+    ):
         default = DTYPES["megatron"][8 if vocab_size < 65500 else 4]
         super().__init__(prefix, vocab_size=vocab_size, dtype=dtype or default)
         self._boundaries = array("q", [0])
@@ -276,7 +290,8 @@ class MegatronWriter(TokenWriter):
 
     def index(self) -> tuple[int, list[Any]]:
         """See `TokenWriter.index`; ValueError if the last document has not ended."""
-        n, documents = len(self.lengths), len(self._boundaries) - 1
+        n = len(self.lengths)
+        documents = len(self._boundaries) - 1
         if self._boundaries[-1] != n:
             raise ValueError(
                 f"{self.bin_path}: {counted(n - self._boundaries[-1], 'sequence')} after the last "
@@ -290,14 +305,14 @@ class MegatronWriter(TokenWriter):
             )
         pointers = to_offsets(lengths * self.dtype.itemsize)[:-1]
         header = HEADERS["megatron"].pack(MAGICS["megatron"], 1, self.code, n, documents + 1)
-        tables = [header, lengths.astype(np.int32).data, pointers.data, self._boundaries]
-        return documents, tables if self.modes is None else [*tables, self.modes]
+        parts = [header, lengths.astype(np.int32).data, pointers.data, self._boundaries]
+        if self.modes is not None:
+            parts.append(self.modes)
+        return documents, parts
 
 
-WRITERS: dict[str, type[ShardWriter] | type[MegatronWriter]] = {
-    "shards": ShardWriter,
-    "megatron": MegatronWriter,
-}
+Writer: TypeAlias = type[ShardWriter] | type[MegatronWriter]
+WRITERS: dict[str, Writer] = {"shards": ShardWriter, "megatron": MegatronWriter}
 
 
 # ---- windows ------------------------------------------------------------------------------------
@@ -319,18 +334,18 @@ class Windows:
             raise ValueError(
                 f"--max-length {self.max_length}, --overlap-size {self.overlap_size}: expected 0 or more"
             )
+        half = self.max_length // 2
         # whole documents do not overlap, so every overlap_size gives the same pairs
         if self.max_length == 0:
             object.__setattr__(self, "overlap_size", 0)
-        elif self.overlap_size > self.max_length // 2:
-            # then windows would repeat more than they add
+        elif self.overlap_size > half:  # then windows would repeat more than they add
             log.warning(
                 "--overlap-size %d: more than half of --max-length %d, so %d is used",
                 self.overlap_size,
                 self.max_length,
-                self.max_length // 2,
+                half,
             )
-            object.__setattr__(self, "overlap_size", self.max_length // 2)
+            object.__setattr__(self, "overlap_size", half)
         if self.overlap_size > MAX_PREFIX:
             raise ValueError(
                 f"--overlap-size {self.overlap_size:,}: expected at most {MAX_PREFIX:,}, the largest that "
@@ -340,30 +355,31 @@ class Windows:
     def cut(
         self, ids: np.ndarray, offsets: np.ndarray, eod: int
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Cut documents from `encode_flat`, each of which begins with BOS, the same id as `eod`.
+        """The windows of documents from `encode_flat`, as `TokenWriter.add` takes them.
 
-        ids: (num_tokens,); offsets: (num_documents + 1,), where the documents begin and end.
+        ids: (num_tokens,); offsets: (num_documents + 1,), where the documents begin and end. Each
+        begins with BOS, the same id as `eod`.
         """
         windows = []  # (begin, end, prefix)
         for begin, end in pairwise(offsets.tolist()):
             prefix = 0
             while self.max_length and end - begin > self.max_length + 1:  # 1 for EOD
                 windows.append((begin, begin + self.max_length, prefix))
-                begin, prefix = begin + self.max_length - self.overlap_size, self.overlap_size
+                begin += self.max_length - self.overlap_size
+                prefix = self.overlap_size
             windows.append((begin, end, prefix))
+
         # dropping the first BOS turns each later one into the EOD of the document before it
         shifted = np.append(ids[1:], ids.dtype.type(eod))
+        cut_ids = np.concatenate([shifted[begin:end] for begin, end, _ in windows])
         begins, ends, prefixes = np.array(windows, np.int64).T
-        return (
-            np.concatenate([shifted[begin:end] for begin, end, _ in windows]),
-            ends - begins,
-            prefixes.astype(np.uint16),
-        )
+        return cut_ids, ends - begins, prefixes.astype(np.uint16)
 
 
 def _batch(texts: Iterator[str]) -> list[str]:
     """The next batch of texts, [] at the end."""
-    batch, num_chars = [], 0
+    batch = []
+    num_chars = 0
     for text in itertools.islice(texts, BATCH_DOCUMENTS):
         batch.append(text)
         num_chars += len(text)
@@ -394,15 +410,11 @@ class Input:
         """The path of the record of a finished pair."""
         return output / self.split / self.bucket / RECORDS / f"{self.stem}.json"
 
-    def describe(self) -> Record:
-        """Name, size and time of the file now: an equal description means equal contents."""
+    def stamp(self) -> Record:
+        """Name, size and time of the file now: equal stamps mean equal contents."""
         stat = self.path.stat()
-        return {
-            "name": self.name,
-            "size": stat.st_size,
-            "mtime_ns": stat.st_mtime_ns,
-            **etag_of(self.path),
-        }
+        stamp = {"name": self.name, "size": stat.st_size, "mtime_ns": stat.st_mtime_ns}
+        return {**stamp, **etag_of(self.path)}
 
 
 @functools.lru_cache(maxsize=1)
@@ -449,13 +461,11 @@ class Pretokenizer:
 
         Format and selection are listed if they differ from the defaults.
         """
-        named = {} if self.data_format == "shards" else {"data_format": self.data_format}
-        return {
-            **asdict(self.windows),
-            "tokenizer": self.tokenizer["fingerprint"],
-            **named,
-            **self.selection.named(),
-        }
+        made_with = asdict(self.windows)
+        made_with["tokenizer"] = self.tokenizer["fingerprint"]
+        if self.data_format != "shards":
+            made_with["data_format"] = self.data_format
+        return made_with | self.selection.named()
 
     def prepare(self) -> None:
         """Make the folders, and delete leftovers of killed processes."""
@@ -474,12 +484,11 @@ class Pretokenizer:
         except (FileNotFoundError, ValueError):
             return None
         shard = record["shard"]
-        same = record["made_with"] == self.made_with and record["source"] == i.describe()
-        whole = (len(pair), pair.num_bytes) == (shard["entries"], shard["bin_bytes"])
-        broken = self.selection.strict and (
-            shard["skipped"]["count"] or shard["skipped"].get("nulls")
-        )
-        return record if same and whole and not broken else None
+        is_same = record["made_with"] == self.made_with and record["source"] == i.stamp()
+        is_whole = (len(pair), pair.num_bytes) == (shard["entries"], shard["bin_bytes"])
+        skips_some = shard["skipped"]["count"] or shard["skipped"].get("nulls")
+        is_refused = self.selection.strict and skips_some
+        return record if is_same and is_whole and not is_refused else None
 
     def make(self, i: Input) -> Record:
         """Make the pair of an input, unless it is finished, and return its record.
@@ -491,7 +500,8 @@ class Pretokenizer:
         bin_path, idx_path = pair_paths(prefix)
         # before the record is read: another process may finish the pair after that
         had_index = idx_path.exists()
-        if record := self.finished(i):
+        record = self.finished(i)
+        if record is not None:
             return record
         prefix.with_name(MANIFEST_NAME).unlink(missing_ok=True)
         if had_index:
@@ -503,11 +513,13 @@ class Pretokenizer:
 
     def _write(self, i: Input, tokenizer: Tokenizer, writer: TokenWriter) -> Record:
         """Write the pair under temporary names, and its record."""
-        documents = 0
-        text_bytes = 0
-        source = i.describe()
+        source = i.stamp()
         selection = self.selection.for_split(i.split)
         skipped: Record = {}
+
+        # the ids
+        documents = 0
+        text_bytes = 0
         texts_of_input = read_documents(i.path, selection, skipped)
         while texts := _batch(texts_of_input):
             try:
@@ -519,7 +531,7 @@ class Pretokenizer:
             writer.add(*self.windows.cut(ids, offsets, tokenizer.get_bos_token_id()))
             documents += len(texts)
             text_bytes += sum(len(text.encode()) for text in texts)
-        if i.describe() != source:
+        if i.stamp() != source:
             raise ValueError(
                 f"{i.path}: it changed while being read; run the same command again when it is complete"
             )
@@ -527,6 +539,8 @@ class Pretokenizer:
             raise no_document(i.path, selection, skipped)
         if not selection.min_chars:
             del skipped["short"]
+
+        # the record
         shard = {
             "input": {"name": i.name, "size": source["size"]},
             **writer.finish(),
@@ -535,12 +549,13 @@ class Pretokenizer:
         }
         # keep the text's groups and size: rows then equal those made from text
         if self.windows.max_length == 0:
-            same_groups = text_suffix(i.path.name) == ".parquet" and not selection.skips_some
-            # otherwise, training reads a prepared file
-            if same_groups and not skipped.get("nulls"):
+            is_parquet = text_suffix(i.path.name) == ".parquet"
+            skips_some = selection.skips_some or skipped.get("nulls")
+            if is_parquet and not skips_some:  # otherwise, training reads a prepared file
                 footer = read_footer(i.path, selection.text_field)
                 text_bytes = footer.text_bytes
-                if (groups := [n for n in footer.counts if n]) != record_groups(None, documents):
+                groups = [n for n in footer.counts if n]
+                if groups != record_groups(None, documents):
                     shard["groups"] = groups
             shard["text_bytes"] = text_bytes
         record = {"made_with": self.made_with, "source": source, "shard": shard}
@@ -590,14 +605,16 @@ class Pretokenizer:
                     f"pair and {path}"
                 )
             try:
-                old, new = read_json(path, RECORDED)["made_with"], self.made_with
+                old = read_json(path, RECORDED)["made_with"]
             except ValueError:  # its pair is made again
                 continue
-            differ = [
-                f"{key} {old.get(key, 'default')} (now {new.get(key, 'default')})"
-                for key in {**old, **new}
-                if old.get(key) != new.get(key)
-            ]
+            new = self.made_with
+            differ = []
+            for key in {**old, **new}:
+                if old.get(key) != new.get(key):
+                    differ.append(
+                        f"{key} {old.get(key, 'default')} (now {new.get(key, 'default')})"
+                    )
             if differ:
                 raise ValueError(
                     f"{pair}: made with {', '.join(differ)}; name another --output-dir, or delete "
@@ -605,32 +622,32 @@ class Pretokenizer:
                 )
 
     def finish(self) -> list[Input]:
-        """Write the manifest of each bucket whose pairs are all finished, and return the unfinished
-        inputs.
+        """Write the manifest of each bucket whose pairs are all finished.
+
+        Returns the unfinished inputs.
         """
-        buckets: dict[Path, dict[str, Record | None]] = {}
-        missing = []
+        buckets: dict[Path, dict[str, Record]] = {}  # {folder: {stem: its record of the pair}}
+        unfinished = []
+        incomplete = set()  # folders
         for i in self.inputs:
+            folder = i.prefix(self.output).parent
             record = self.finished(i)
-            buckets.setdefault(i.prefix(self.output).parent, {})[i.stem] = record
-            missing += [i] * (record is None)
-        for folder, records in buckets.items():
-            shards = {stem: record["shard"] for stem, record in records.items() if record}
-            if len(shards) == len(records):
-                read = {
-                    name: value
-                    for name, value in self.selection.named().items()
-                    if name != "text_field"
-                }
+            if record is None:
+                unfinished.append(i)
+                incomplete.add(folder)
+            else:
+                buckets.setdefault(folder, {})[i.stem] = record["shard"]
+
+        arguments = asdict(self.windows) | self.selection.named()
+        arguments.pop("text_field", None)
+        for folder, shards in buckets.items():
+            if folder not in incomplete:
                 manifest = new_manifest(
-                    self.tokenizer,
-                    asdict(self.windows) | read,
-                    shards,
-                    data_format=self.data_format,
+                    self.tokenizer, arguments, shards, data_format=self.data_format
                 )
                 write_json(folder / MANIFEST_NAME, manifest, sort_keys=True)
         self.clean_up()
-        return missing
+        return unfinished
 
     def clean_up(self, **kwargs: float) -> None:
         """Call `remove_leftovers` for each folder that has any."""

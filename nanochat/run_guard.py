@@ -39,12 +39,22 @@ LONG_S = 1800.0  # time limit of an evaluation or a save
 
 
 class Guard:
-    """Enter it on every rank. `rank`, `world_size`, `device`: of this process. `owner` and, once
-    the run is signed, `state`: on rank 0 only."""
+    """Enter it on every rank.
+
+    rank, world_size, device: of this process. ranks: `run_state.identify` of each rank. owner and,
+    once the run is signed, state: on rank 0 only.
+
+        method                          ranks       thread    waits for
+        lost                            0; else ''  any       the disk
+        set_aside, sign                 0           main      the disk
+        watch, stop_if_asked            all         main      the other ranks
+        beat, note, note_save, reason   each        main      nothing
+        asked                           each        any       nothing
+    """
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
-        self.run_dir = run_path(settings.model_tag or f"d{settings.depth}")
+        self.run_dir = run_path(settings.tag)
         reserve_s = settings.walltime_reserve_seconds
         end = deadline(
             settings.max_runtime_seconds, os.environ, time.monotonic(), reserve_s=reserve_s
@@ -62,9 +72,12 @@ class Guard:
                 log.warning("%s", problem)
             self._join(stack)
             self.ranks = gather_all(identify())
-            self.owner = on_all_ranks(lambda: claim(self.run_dir) if self.rank == 0 else None)
-            if self.owner is not None:
+
+            def lock() -> None:
+                self.owner = claim(self.run_dir)
                 stack.callback(self.owner.release)
+
+            on_all_ranks(lambda: lock() if self.rank == 0 else None)
             self._stack = stack.pop_all()
         return self
 

@@ -4,18 +4,19 @@ The journal of a run: each step and each event, told once, received by a list of
     Terminal     a printed line, and a progress bar below it
     Log          logs/train.jsonl: a line of JSON per step and per event
     Rows         logs/rows: the loss of every row
-    trackers     wandb, TensorBoard and others, behind the door `SINKS`
+    Optional     a sink that a setting names, behind the door `sinks.SINKS`
     RunState     .run_state.json, for scripts.status (nanochat/run_owner.py)
 
 Only rank 0 has sinks; on other ranks, the list is empty. To receive the logged values elsewhere,
-write a class with the methods of `Sink` that it needs, and add it to `SINKS`.
+write a class with the methods of `Sink` that it needs, and add it to `sinks.SINKS`.
 """
 
 import contextlib
 import functools
+import logging
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,15 +24,15 @@ import torch
 from tqdm import tqdm
 
 from nanochat.common import LAUNCH, duration, open_door, print0, show
-from nanochat.config import Settings
 from nanochat.dist import versions
 from nanochat.run_dir import RowLosses, TrainLog
+from nanochat.run_guard import Guard
 from nanochat.run_owner import Owner
 from nanochat.start_run import Run
 from nanochat.steps import Sink, StepReport
 
-# the door: what else receives the logged values. Each is called with the run
-SINKS = {"trackers": "nanochat.integrations.trackers:Trackers"}
+log = logging.getLogger(__name__)
+
 BAR = "{desc} {percentage:3.0f}% |{bar:30}| {n_fmt}/{total_fmt}{postfix}"
 
 
@@ -44,7 +45,8 @@ class Journal:
         self.wandb_id = wandb_id
 
     def event(self, name: str, step: int, **record: object) -> None:
-        """Report an event after `step` steps. `record`: JSON."""
+        """Report an event after `step` steps, or in that step. `record`: JSON. Like all reports, it
+        may raise on rank 0 alone; the watchdog then ends the others."""
         for sink in self.sinks:
             sink.event(name, step, record)
 
@@ -70,31 +72,24 @@ class Journal:
             sink.close()
 
 
-def open_journal(
-    run: Run, device: torch.device, owner: Owner | None, state: Sink | None
-) -> Journal:
-    """The journal of a launch, which owns the run; without sinks on ranks other than 0, where there
-    are no owner and state."""
+def open_journal(run: Run, guard: Guard) -> Journal:
+    """The journal of a launch, which owns the run; without sinks on ranks other than 0."""
+    owner, state = guard.owner, guard.state
     if owner is None or state is None:
         return Journal()
-    log = Log(run, device, owner)
-    log.note_other_versions()
-    optional = [open_door(entry)(run) for name, entry in SINKS.items() if wants(run.settings, name)]
+    own_log = Log(run, guard.device, owner)
+    own_log.note_other_versions()
+    optional = [Optional(name, entry, run) for name, entry in run.settings.sinks.items()]
     # first the log, which refuses a step with another digest; last the state, whose end gives up the
     # run
-    journal = Journal([log, Terminal(run), Rows(run, owner), *optional, state])
+    journal = Journal([own_log, Terminal(run), Rows(run, owner), *optional, state])
     # the first launch logs the id of the wandb run at once, so that a resume finds it after a crash
     journal.wandb_id = run.wandb_id
     for sink in optional:
-        journal.wandb_id = getattr(sink, "wandb_id", None) or journal.wandb_id
+        journal.wandb_id = sink.wandb_id or journal.wandb_id
     if journal.wandb_id != run.logged_wandb_id:
-        log.event("wandb", run.step, {"id": journal.wandb_id})
+        own_log.event("wandb", run.step, {"id": journal.wandb_id})
     return journal
-
-
-def wants(settings: Settings, name: str) -> bool:
-    """Whether a run has the optional sink `name`."""
-    return name != "trackers" or bool(settings.trackers or settings.profiled)
 
 
 # ---- sinks ---------------------------------------------------------------------------------------
@@ -138,6 +133,47 @@ class Terminal(Sink):
     def close(self) -> None:
         LAUNCH.aside = contextlib.nullcontext
         self.bar.close()
+
+
+class Optional(Sink):
+    """A sink behind the door. If it fails, the run continues without it, with one warning: the log
+    has all values. `wandb_id`: of the wandb run, None for other sinks."""
+
+    def __init__(self, name: str, entry: str, run: Run) -> None:
+        self.name = name
+        self.wandb_id: str | None = None
+        self.sink: Sink = Sink()
+        with self._guard():
+            self.sink = open_door(entry)(run)
+            self.wandb_id = getattr(self.sink, "wandb_id", None)
+
+    @contextlib.contextmanager
+    def _guard(self) -> Iterator[None]:
+        """Drop the sink with a warning if the block fails."""
+        try:
+            yield
+        except Exception as e:  # it must not end a run
+            log.warning("%s failed (%s); continuing without it", self.name, e)
+            self.sink = Sink()
+
+    def event(self, name: str, step: int, record: dict[str, Any]) -> None:
+        with self._guard():
+            self.sink.event(name, step, record)
+
+    def step(self, report: StepReport) -> None:
+        with self._guard():
+            self.sink.step(report)
+
+    def end(self, status: str, reason: str) -> None:
+        """Finish now, while this launch owns the run's folder."""
+        with self._guard():
+            self.sink.end(status, reason)
+        self.close()
+
+    def close(self) -> None:
+        with self._guard():
+            self.sink.close()
+        self.sink = Sink()
 
 
 class Log(Sink):

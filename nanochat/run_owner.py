@@ -20,6 +20,7 @@ record and exits.
 """
 
 import contextlib
+import errno
 import fcntl
 import json
 import logging
@@ -69,12 +70,12 @@ class Owner:
     def __init__(self, run_dir: Path, file: BinaryIO, made: Sequence[Path]) -> None:
         self.run_dir = run_dir
         self._file = file
-        self._made = made  # what `claim` made, the innermost first
         self._record = file.read()  # that of the last owner, until `sign`
+        self._made = [] if self._record else made  # what `claim` made, the innermost first
 
     def sign(self) -> None:
         """Write this launch's record. ValueError if another launch owns the run by now, which can
-        only happen without locks."""
+        only happen without locks. OSError if the disk does not take it."""
         if self.lost():
             raise ValueError(MOMENT_AGO.format(self.run_dir))
         record = {
@@ -83,17 +84,28 @@ class Owner:
             "launcher": identify_launcher(),
             **identify(),
         }
+        before = self._record
         self._record = json.dumps(record).encode()
+        try:
+            self._write(self._record)
+        except OSError:
+            self._record = before
+            self._write(before)  # shorter than what did not fit
+            raise
         self._made = []
+
+    def _write(self, record: bytes) -> None:
         self._file.seek(0)
-        self._file.write(self._record)
-        self._file.truncate(len(self._record))
+        self._file.truncate(0)
+        written = self._file.write(record)
+        if written != len(record):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.run_dir / OWNER_NAME))
 
     def set_aside(self) -> None:
         """Rename the run and make an empty folder in its place, which this launch owns, too."""
         run_dir = self.run_dir.resolve()  # a link goes on naming a run
         aside = set_aside(run_dir)
-        run_dir.mkdir()
+        run_dir.mkdir(exist_ok=True)  # a launch that made it just now loses it by the next line
         os.rename(aside / OWNER_NAME, run_dir / OWNER_NAME)
 
     def lost(self) -> str:
@@ -170,13 +182,15 @@ def check_free(run_dir: Path) -> None:
 
 def claim(run_dir: Path) -> Owner:
     """Lock a run, which need not exist yet. ValueError if another launch owns it."""
+    path = run_dir / OWNER_NAME
+    made: list[Path] = []
     for _ in range(LOCK_TRIES):
-        made = make_folders(run_dir)
-        path = run_dir / OWNER_NAME
+        made += make_folders(run_dir)
         with contextlib.ExitStack() as stack:
-            made = [path, *made] if not os.path.lexists(path) else made
             try:
-                file = stack.enter_context(open_regular(path, os.O_RDWR | os.O_CREAT))
+                file, is_new = _open_or_make(path)
+                stack.enter_context(file)
+                made = [path, *made] if is_new else made
                 locked = _lock(file, fcntl.LOCK_EX)
                 # another process may have removed the file between our open and our lock
                 same = os.path.samestat(os.fstat(file.fileno()), os.lstat(path))
@@ -192,6 +206,14 @@ def claim(run_dir: Path) -> Owner:
         time.sleep(LOCK_TRY_S)
     check_free(run_dir)
     raise ValueError(MOMENT_AGO.format(run_dir))
+
+
+def _open_or_make(path: Path) -> tuple[BinaryIO, bool]:
+    """(the owner's file, whether this call has made it)."""
+    try:
+        return open_regular(path, os.O_RDWR | os.O_CREAT | os.O_EXCL), True
+    except FileExistsError:
+        return open_regular(path, os.O_RDWR), False
 
 
 def make_folders(path: Path) -> list[Path]:
@@ -324,7 +346,7 @@ class RunState(Sink):
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if isinstance(error, StopAsked):
-            self.end("stopped", str(error))
+            return self.end("stopped", str(error))
         reason = (
             str(error)
             if isinstance(error, (ValueError, OSError))

@@ -7,9 +7,10 @@ When a run saves its training, and what became of each save.
       |
     write                rank 0, in a thread: the checkpoint, then retention; training continues
       |
-    report               rank 0, after a later step: a line and an event, or the error that ends the run
+    report               rank 0, in a later step: a line and an event, or the error that ends the run
 """
 
+import contextlib
 import logging
 import time
 from pathlib import Path
@@ -35,15 +36,17 @@ class Saves:
         self.training = training
         self.guard = guard
         self.journal = journal
-        self.all_agreed = False  # the totals of the last step had `save` set
+        self.due_by_clock = False  # on some rank, so on all: the last step's totals say so
         self._saved_at = time.monotonic()  # the last save, or the launch, on this rank's clock
         good = run.checkpoint.path if run.checkpoint else None
         self._saver = Saver(good)
         self._known = {good.name: True} if good else {}  # {name: whether it is good}, for retention
 
     def close(self) -> None:
-        """Wait for the save in progress."""
+        """Wait for the save in progress, and report it."""
         self._saver.close()
+        with contextlib.suppress(ValueError, OSError):  # the log may be what failed
+            self.report(wait=True)
 
     def clock_says(self) -> bool:
         """Whether a save is due according to this rank's clock, with --save-every=-1."""
@@ -56,26 +59,26 @@ class Saves:
         every = self.run.settings.save_every
         if step == self.run.step:
             return False
-        return self.all_agreed or (every > 0 and step % every == 0)
+        return self.due_by_clock or (every > 0 and step % every == 0)
 
     def save(self, name: str, status: str, *, last: bool = False, **more: object) -> None:
         """Collective. Save the training as the checkpoint `name`, in the background. With `last`,
         wait for the write; rank 0 raises OSError if it fails. `more`: further fields of the seal."""
-        began = time.perf_counter()
-        by_time = self.all_agreed and not last
+        by_time = self.due_by_clock and not last
         self._saved_at = time.monotonic()
-        self.all_agreed = False
+        self.due_by_clock = False
         self.guard.beat(self.training.progress.step, "save", LONG_S)
         # the previous one first, so that memory holds at most one copy of the state
         on_rank0(self.finish)
+        began = time.perf_counter()
         snapshot = self.training.collect(
             status=status, by_time=by_time, wandb_id=self.journal.wandb_id, **more
         )
         if snapshot is not None:
             self._saver.start(lambda: self._write(snapshot, name), last=last)
-        self.guard.note("copy", time.perf_counter() - began)
         if last or self.run.settings.sync_save:
             on_rank0(self.finish)
+        self.guard.note("copy", time.perf_counter() - began)
 
     def _write(self, snapshot: Snapshot, name: str) -> Path:
         """In the saver's thread, without any collective: write a snapshot, then delete older
@@ -95,7 +98,7 @@ class Saves:
         return path
 
     def report(self, *, wait: bool = False) -> Exception | None:
-        """On rank 0: print and log the outcome of the save in progress if it has ended; with
+        """Print and log the outcome of the save in progress if it has ended; with
         `wait`, wait for its end first. Returns the error that must end the run, if any."""
         outcome = self._saver.take(wait=wait)
         if outcome is None:

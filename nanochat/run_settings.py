@@ -96,7 +96,7 @@ def device_memory(device: torch.device, world_size: int) -> int | None:
 
 
 def is_tight(settings: Settings, device: torch.device) -> bool:
-    """Whether the GPU has no room for the pending sums of leaves (see `StepLayout`), which then
+    """Whether the GPU has no room for the pending sums of leaves (see `LeafAccumulator`), which then
     stay on the host."""
     room = device_memory(device, settings.world_size)
     return room is not None and sum(estimate_memory(settings).values()) > room

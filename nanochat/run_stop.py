@@ -298,6 +298,11 @@ class Stop(Exception):
         self.all_dry = all_dry
 
 
+class Diverged(Exception):
+    """Ends the run as failed: a loss or gradient norm is NaN or infinite, or every step is a spike.
+    All ranks raise this together; the step was not applied."""
+
+
 def join_reasons(reasons: Sequence[str]) -> str:
     """The first of all ranks' reasons to stop (in rank order, '' for none): 'walltime: ..',
     'SIGUSR1', or 'SIGTERM (rank 1)' if not all ranks got a signal."""

@@ -32,10 +32,14 @@ default.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from nanochat.cli import Decides, setting
+
+if TYPE_CHECKING:
+    import torch
 
 REFERENCE_DEPTH = 12
 MOST_STEPS = 10**9
@@ -88,50 +92,70 @@ def resolve_horizon(
     length of all phases (0: no curriculum).
     """
     size_ratio = scaling_params / reference_scaling_params
+    total_batch_size = _batch_tokens(total_batch_size, sequence_len, size_ratio)
+    ratio_tokens = int(target_param_data_ratio * scaling_params)
+    horizons = (
+        _Target("--num-iterations", num_iterations, 1),
+        _Target("--target-flops", target_flops, flops_per_token * total_batch_size),
+        _Target("--curriculum", curriculum_tokens, total_batch_size),
+        _Target("--target-param-data-ratio", ratio_tokens, total_batch_size),
+    )
+    batch_lr_scale = math.sqrt(total_batch_size / REFERENCE_BATCH_TOKENS)
+    return Horizon(
+        num_iterations=_num_steps(horizons, total_batch_size),
+        total_batch_size=total_batch_size,
+        batch_lr_scale=batch_lr_scale,
+        weight_decay_scaled=weight_decay * batch_lr_scale / size_ratio,
+    )
+
+
+class _Target(NamedTuple):
+    """How long to train: until steps add up to `total`."""
+
+    flag: str
+    total: float  # steps, FLOPs or tokens; 0 or less: not set
+    per_step: float
+
+
+def _batch_tokens(total_batch_size: int, sequence_len: int, size_ratio: float) -> int:
+    """Tokens per step; for -1, those that suit a model of `size_ratio` times the reference's
+    size. ValueError unless they are whole rows."""
     if total_batch_size == -1:
         # rows per step: the nearest power of two on a log scale, so that the usual numbers of lanes
         # divide them
         tokens = REFERENCE_BATCH_TOKENS * size_ratio**BATCH_EXPONENT
-        total_batch_size = sequence_len * 2 ** max(0, round(math.log2(tokens / sequence_len)))
+        return sequence_len * 2 ** max(0, round(math.log2(tokens / sequence_len)))
     if total_batch_size <= 0 or total_batch_size % sequence_len:
         raise ValueError(
             f"--total-batch-size: got {total_batch_size:,} tokens, expected a multiple of --max-seq-len "
             f"{sequence_len:,} (or -1 for automatic)"
         )
-    horizons = (
-        ("--num-iterations", num_iterations, 1),
-        ("--target-flops", target_flops, flops_per_token * total_batch_size),
-        ("--curriculum", curriculum_tokens, total_batch_size),
-        (
-            "--target-param-data-ratio",
-            int(target_param_data_ratio * scaling_params),
-            total_batch_size,
-        ),
-    )
-    chosen = next((horizon for horizon in horizons if horizon[1] > 0), None)
+    return total_batch_size
+
+
+def _num_steps(targets: Sequence[_Target], total_batch_size: int) -> int:
+    """The number of steps that the first target that is set asks for. ValueError if none is set, or
+    if it asks for no step or too many."""
+    chosen = next((target for target in targets if target.total > 0), None)
     if chosen is None:
         raise ValueError(
             "no training horizon: set one of --num-iterations, --target-flops, "
             "--target-param-data-ratio to a positive number"
         )
-    flag, total, per_step = chosen
-    steps = round(total / per_step) if flag == "--target-flops" else int(total // per_step)
+    if chosen.flag == "--target-flops":
+        steps = round(chosen.total / chosen.per_step)
+    else:
+        steps = int(chosen.total // chosen.per_step)
     if steps < 1:
         raise ValueError(
-            f"{flag}: the horizon is less than one step of {total_batch_size:,} tokens; lower "
+            f"{chosen.flag}: the horizon is less than one step of {total_batch_size:,} tokens; lower "
             f"--total-batch-size or set --num-iterations"
         )
     if steps > MOST_STEPS:
         raise ValueError(
-            f"{flag}: the horizon is {steps:.3g} steps, expected at most {MOST_STEPS:,}"
+            f"{chosen.flag}: the horizon is {steps:.3g} steps, expected at most {MOST_STEPS:,}"
         )
-    batch_lr_scale = math.sqrt(total_batch_size / REFERENCE_BATCH_TOKENS)
-    return Horizon(
-        num_iterations=steps,
-        total_batch_size=total_batch_size,
-        batch_lr_scale=batch_lr_scale,
-        weight_decay_scaled=weight_decay * batch_lr_scale / size_ratio,
-    )
+    return steps
 
 
 # ---- schedule ------------------------------------------------------------------------------------
@@ -208,7 +232,7 @@ class Schedule(ScheduleSettings):
         run."""
         return 0.5 * (1 + math.cos(math.pi * min(1.0, step / self.num_iterations)))
 
-    def apply(self, optimizer: Any, step: int) -> None:
+    def apply(self, optimizer: "torch.optim.Optimizer", step: int) -> None:
         """Set `lr` in every group of `optimizer.param_groups` (from its `initial_lr`), and
         `momentum` and `weight_decay` in groups of kind "muon"."""
         for group in optimizer.param_groups:

@@ -58,7 +58,8 @@ class Spill:
 
     def read(self, rows: np.ndarray) -> list[str]:
         """The texts of documents `rows` (n,), in that order."""
-        fd, texts = self._file.fileno(), []
+        fd = self._file.fileno()
+        texts = []
         for row in rows.tolist():
             start, end = self._starts[row : row + 2].tolist()
             texts.append(os.pread(fd, end - start, start).decode())
@@ -73,7 +74,8 @@ class Spills:
 
     def __init__(self) -> None:
         self._open: dict[int, Spill] = {}
-        self._lock, self._decoding = threading.Lock(), threading.Lock()
+        self._lock = threading.Lock()
+        self._decoding = threading.Lock()
 
     def read(
         self, group: int, rows: np.ndarray, keep: int, decode: Callable[[], Spill]
@@ -90,7 +92,8 @@ class Spills:
             if texts is None:
                 spill = decode()
                 with self._lock:
-                    for other in [g for g, old in self._open.items() if not old.readers]:
+                    unread = [g for g, old in self._open.items() if not old.readers]
+                    for other in unread:
                         self._open.pop(other).close()
                     self._open[group] = spill
                 texts = self._read_open(group, rows, keep)

@@ -21,13 +21,13 @@ How a run starts or resumes: the path from the command line to the first step.
                      tokenizer/, data_manifest.json, plan.json
 
 `inspect_run` returns a `Start`, whose settings alone count afterwards, and `find_data` a `Run`:
-the same with its data. Everything before `begin_run` only reads, so a refused command leaves no
-trace. scripts.validate runs everything but the guard and `begin_run`.
+the same with its data. Everything before `begin_run` writes nothing into the run (text may be
+prepared below the base directory), so a refused command leaves no trace in it. scripts.validate
+runs everything but the guard and `begin_run`.
 """
 
 import contextlib
 import dataclasses
-import importlib.util
 import logging
 import math
 from collections.abc import Mapping
@@ -50,6 +50,7 @@ from nanochat.cli import EXIT_HALTED
 from nanochat.common import (
     as_path,
     begin_launch,
+    open_door,
     print0,
     write_json,
 )
@@ -206,7 +207,7 @@ class Run(Start):
 def command(settings: Settings, world_size: int, device_type: str) -> tuple[Settings, Tokenizer]:
     """(settings, tokenizer): the settings of a command line, completed with those that follow from
     this machine. ValueError and FileNotFoundError for settings that cannot work here."""
-    begin_launch(settings.object_storage_cache)
+    begin_launch()
     data_path = str(as_path(settings.data_path or default_data_path()).expanduser())
     tokenizer = find_tokenizer(settings, data_path)
     if settings.data_format == "text" or settings.core_metric_every > 0:
@@ -228,17 +229,13 @@ def command(settings: Settings, world_size: int, device_type: str) -> tuple[Sett
             "not have; remove it"
         )
     activate_kernel(settings.attention_kernel, device_type, deterministic=settings.deterministic)
-    for name in settings.trackers:
-        if name != "wandb" and importlib.util.find_spec(name) is None:
-            raise ValueError(
-                f"--log-to={name}: {name} is not installed; run pip install -e '.[{name}]'"
-            )
-    tag = settings.model_tag or f"d{settings.depth}"
-    run_path(tag)  # ValueError for an invalid name
+    for sink in settings.sinks.values():
+        open_door(sink).check()
+    run_path(settings.tag)  # ValueError for an invalid name
     return replace(
         settings,
         data_path=data_path,
-        model_tag=tag,
+        model_tag=settings.tag,
         vocab_size=tokenizer.get_vocab_size(),
         tokenizer_fingerprint=tokenizer.fingerprint,
         world_size=world_size,
@@ -267,7 +264,7 @@ def inspect_run(settings: Settings, device: torch.device) -> Start:
     """Collective. Find out how a command's run starts or resumes, without changing anything.
     ValueError if a fixed setting changed, if a run exists and --resume=scratch lacks --force, or if
     another launch trains the run."""
-    run_dir = run_path(settings.model_tag or "")
+    run_dir = run_path(settings.tag)
     # every node has its own command line, tokenizer and PyTorch
     shared = {name: value for name, value in versions(device).items() if name not in PER_MACHINE}
     check_all_equal({**settings.to_json(), **shared})
@@ -491,7 +488,7 @@ def open_run(run_dir: Path) -> tuple[RunData, Any, Settings]:
     disk are compared with their pins first. FileNotFoundError if the run has pinned no files."""
     settings = Settings.from_json(read_config(run_dir))
     manifests = read_manifests(run_dir / DATA_MANIFEST)
-    begin_launch(settings.object_storage_cache)
+    begin_launch()
     if not manifests:
         raise FileNotFoundError(
             f"{run_dir / DATA_MANIFEST}: missing, so this run has read no data; start it first"

@@ -133,7 +133,7 @@ class StepReport:
     tokens_per_s: float
     eta_s: float
     skipped: int  # steps so far that were not applied
-    phase: int | str | None  # of the curriculum
+    phase: int | None  # of the curriculum
 
 
 class Sink:

@@ -113,6 +113,8 @@ class RowsConfig(Protocol):
     def T(self) -> int: ...
     @property
     def V(self) -> int: ...
+    @property
+    def framed(self) -> bool: ...
     def identity(self) -> dict[str, Any]: ...
 
 
@@ -619,6 +621,8 @@ class Stream:
         self.identity = stream_identity(config, sources, tokenizer)
         self.rows = dict.fromkeys(self.lanes, 0)  # number of rows that each lane has produced
         self.dropped: dict[int, frozenset[str]] = dict.fromkeys(self.lanes, frozenset())
+        if cursors is not None:
+            check_cursors(cursors, self.lanes, self.identity)
         self.pool: Executor | None = None
         if num_threads:
             self.pool = ThreadPoolExecutor(num_threads, thread_name_prefix="tokenize")
@@ -634,11 +638,9 @@ class Stream:
             )
             self.feeds[bucket] = {lane: new_feed(lane=lane) for lane in self.lanes}
 
-        if cursors is not None:
-            check_cursors(cursors, self.lanes, self.identity)
-            for cursor in cursors:
-                if cursor["lane"] in self.rows:
-                    self._restore(cursor)
+        for cursor in cursors or ():
+            if cursor["lane"] in self.rows:
+                self._restore(cursor)
 
     def _restore(self, cursor: Cursor) -> None:
         """Continue one of these lanes where its cursor says."""

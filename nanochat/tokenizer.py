@@ -73,14 +73,10 @@ TOKENIZERS = {  # the door for tokenizers that are not ours, and for a faster en
 SPECIAL_TOKENS = (
     "<|bos|>",  # begins every document
     # the others delimit turns of conversations and of tool use, for models fine-tuned on chats
-    "<|user_start|>",
-    "<|user_end|>",
-    "<|assistant_start|>",
-    "<|assistant_end|>",
-    "<|python_start|>",
-    "<|python_end|>",
-    "<|output_start|>",
-    "<|output_end|>",
+    *("<|user_start|>", "<|user_end|>"),
+    *("<|assistant_start|>", "<|assistant_end|>"),
+    *("<|python_start|>", "<|python_end|>"),
+    *("<|output_start|>", "<|output_end|>"),
 )
 
 # GPT-4's pattern, but numbers are split after every 2 digits, not 3: a small vocabulary has better
@@ -128,9 +124,8 @@ class TiktokenEncoder:
 
     def __call__(self, texts: Sequence[str]) -> Encoded:
         encoded = [self._encode(text) for text in texts]
-        return np.concatenate([np.empty(0, np.uint32), *encoded]), np.array(
-            [len(ids) for ids in encoded], np.int64
-        )
+        lengths = np.array([len(ids) for ids in encoded], np.int64)
+        return np.concatenate([np.empty(0, np.uint32), *encoded]), lengths
 
     def _encode(self, text: str) -> np.ndarray:
         try:
@@ -146,16 +141,16 @@ class TiktokenEncoder:
 
 def replace_surrogates(text: str) -> str:
     """Join pairs of surrogates and replace lone ones with U+FFFD, as tiktoken does."""
-    return (
-        text
-        if text.isascii()
-        else text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-    )
+    if text.isascii():
+        return text
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def cut_long_spaces(text: str) -> list[str]:
     """The pieces of a text, cut inside runs of white space that are too long for the regex engines."""
-    return [text] if len(text) < LONG_RUN else [piece for piece in _LONG_SPACE.split(text) if piece]
+    if len(text) < LONG_RUN:
+        return [text]
+    return [piece for piece in _LONG_SPACE.split(text) if piece]
 
 
 class CannotEncode(ValueError):
@@ -190,11 +185,9 @@ class _Opens(type):
     """Makes `Tokenizer(name)` return what `get_tokenizer(name)` returns, an object of a subclass."""
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-        return (
-            get_tokenizer(*args, **kwargs)
-            if cls is Tokenizer
-            else super().__call__(*args, **kwargs)
-        )
+        if cls is Tokenizer:
+            return get_tokenizer(*args, **kwargs)
+        return super().__call__(*args, **kwargs)
 
 
 class Tokenizer(metaclass=_Opens):
@@ -239,7 +232,7 @@ class Tokenizer(metaclass=_Opens):
         """
         raise NotImplementedError
 
-    def decode(self, ids: Any) -> str:
+    def decode(self, ids: "Sequence[int] | np.ndarray | torch.Tensor") -> str:
         """The text of ids (a list, an array or a 1-D tensor).
 
         Bytes that are not UTF-8 become U+FFFD.
@@ -301,13 +294,16 @@ class Tokenizer(metaclass=_Opens):
         `prepend`, `append`: ids, or texts of special tokens. For large texts use `encode_flat`: a
         list takes 8 bytes or more per token.
         """
-        first, last = (
-            [] if end is None else [self.encode_special(end) if isinstance(end, str) else end]
-            for end in (prepend, append)
-        )
-        ids, offsets = self.encode_flat(
-            [text] if isinstance(text, str) else text, num_threads=num_threads, bos=False
-        )
+
+        def as_ids(end: int | str | None) -> list[int]:
+            if end is None:
+                return []
+            return [self.encode_special(end) if isinstance(end, str) else end]
+
+        first = as_ids(prepend)
+        last = as_ids(append)
+        texts = [text] if isinstance(text, str) else text
+        ids, offsets = self.encode_flat(texts, num_threads=num_threads, bos=False)
         rows = [[*first, *ids[a:b].tolist(), *last] for a, b in pairwise(offsets.tolist())]
         return rows[0] if isinstance(text, str) else rows
 
@@ -332,13 +328,14 @@ class Tokenizer(metaclass=_Opens):
                 ids, lengths = encoder(texts)
             else:
                 batches = [texts[i : i + size] for i in range(0, len(texts), size)]
-                ids, lengths = map(
-                    np.concatenate, zip(*each(encoder, batches, at_once=num_threads))
-                )
+                encoded = [*each(encoder, batches, at_once=num_threads)]
+                ids = np.concatenate([ids for ids, _ in encoded])
+                lengths = np.concatenate([lengths for _, lengths in encoded])
         except (KeyboardInterrupt, SystemExit, MemoryError):
             raise
         except BaseException:  # a panic in Rust is not an Exception
-            if error := _first_failing(encoder, texts):
+            error = _first_failing(encoder, texts)
+            if error is not None:
                 raise error from None
             raise
         ids = ids.astype(self.token_dtype)
@@ -349,7 +346,8 @@ class Tokenizer(metaclass=_Opens):
 
     def encode_one(self, text: str) -> np.ndarray:
         """The ids of one document, BOS first: (num_tokens,) `token_dtype`."""
-        return self.encode_flat([text], num_threads=1)[0]
+        ids, _ = self.encode_flat([text], num_threads=1)
+        return ids
 
     # -- disk
 
@@ -358,7 +356,8 @@ class Tokenizer(metaclass=_Opens):
 
         ValueError if it holds a different tokenizer, unless `force`.
         """
-        (own, data), json_path = self.contents(), Path(tokenizer_dir) / JSON_FILE
+        own, data = self.contents()
+        json_path = Path(tokenizer_dir) / JSON_FILE
         description = {
             "format": FORMAT,
             "version": VERSION,
@@ -373,11 +372,12 @@ class Tokenizer(metaclass=_Opens):
                 f"and runs may depend on; name another folder (--output-dir), or replace it with --force"
             )
         data_path = json_path.with_name(self.file) if self.file else None
+        has_same_data = True
+        if data_path:
+            has_same_data = data_path.is_file() and data_path.read_bytes() == data
         # Every resumed run saves its tokenizer again. Rewriting the same files would delete the
         # tokenizer for a moment, and permanently if the disk is full.
-        if existing == description and (
-            not data_path or (data_path.is_file() and data_path.read_bytes() == data)
-        ):
+        if existing == description and has_same_data:
             return
         json_path.parent.mkdir(parents=True, exist_ok=True)
         # a folder without it holds no tokenizer, so a crash never mixes two
@@ -402,7 +402,8 @@ class Tokenizer(metaclass=_Opens):
         trains one (on `data_path`, if given). Raises ValueError, which names the file, if a file
         has changed.
         """
-        json_path, saved = as_path(tokenizer_dir) / JSON_FILE, read_description(tokenizer_dir)
+        json_path = as_path(tokenizer_dir) / JSON_FILE
+        saved = read_description(tokenizer_dir)
         if saved is None:
             data = f"--data-path {data_path} " if data_path else ""
             missing = "no tokenizer here;"
@@ -553,17 +554,15 @@ class RustBPETokenizer(Tokenizer):
 
     @cached_property
     def fingerprint(self) -> str:
-        ranks = hash_bytes(format_ranks(self.enc._mergeable_ranks))
-        return hash_json(
-            {
-                "ranks": ranks,
-                "pattern": self.enc._pat_str,
-                "bos_token": self.bos_token,
-                "special_tokens": self.enc._special_tokens,
-            }
-        )
+        content = {
+            "ranks": hash_bytes(format_ranks(self.enc._mergeable_ranks)),
+            "pattern": self.enc._pat_str,
+            "bos_token": self.bos_token,
+            "special_tokens": self.enc._special_tokens,
+        }
+        return hash_json(content)
 
-    def decode(self, ids: Any) -> str:
+    def decode(self, ids: "Sequence[int] | np.ndarray | torch.Tensor") -> str:
         return self.enc.decode(ids.tolist() if hasattr(ids, "tolist") else list(ids))
 
     def contents(self) -> tuple[dict[str, Any], bytes]:
@@ -579,10 +578,10 @@ class RustBPETokenizer(Tokenizer):
 
 def format_ranks(ranks: dict[bytes, int]) -> bytes:
     """The content of a rank file: one line "base64 rank" per token, in the order of the ranks."""
-    return b"".join(
-        b"%s %d\n" % (base64.b64encode(token), rank)
-        for token, rank in sorted(ranks.items(), key=lambda item: item[1])
-    )
+    lines = []
+    for token, rank in sorted(ranks.items(), key=lambda item: item[1]):
+        lines.append(b"%s %d\n" % (base64.b64encode(token), rank))
+    return b"".join(lines)
 
 
 def make_encoding(
@@ -590,7 +589,8 @@ def make_encoding(
 ) -> tiktoken.Encoding:
     """tiktoken's object for some ranks. ValueError if tiktoken cannot use them."""
     ids = [*ranks.values(), *special_tokens.values()]
-    if not all(type(i) is int and 0 <= i < MAX_IDS for i in ids) or len(set(ids)) < len(ids):
+    are_ids = all(type(i) is int and 0 <= i < MAX_IDS for i in ids)
+    if not are_ids or len(set(ids)) < len(ids):
         raise ValueError(f"the {len(ids):,} ids are not distinct whole numbers below {MAX_IDS:,}")
     if not all(bytes([b]) in ranks for b in range(256)):
         raise ValueError("not every byte has a token")
@@ -611,10 +611,10 @@ def _parse(
     rank_bytes: bytes, pattern: str, special_tokens: tuple[tuple[str, int], ...]
 ) -> tiktoken.Encoding:
     """The encoding in a rank file. The last one is cached, and its encoder with it."""
-    ranks = {
-        base64.b64decode(token): int(rank)
-        for token, rank in map(bytes.split, rank_bytes.splitlines())
-    }
+    ranks = {}
+    for line in rank_bytes.splitlines():
+        token, rank = line.split()
+        ranks[base64.b64decode(token)] = int(rank)
     return make_encoding(ranks, pattern, dict(special_tokens))
 
 

@@ -76,7 +76,7 @@ def add_up(
     save: bool = False,
 ) -> torch.Tensor:
     """Collective. Add up the ranks' messages about a step, without any rounding. Returns the sum on
-    the device, for `grad_scale` and `StepTotals.read`.
+    the device, for `judge` and `StepTotals.read`.
 
     rows: the rank's table, see `new_row_table`. dropped: for each bucket, the number of the rank's
     lanes that have dropped it. digest: the rank's part of the batch digest. dry: it did not have
@@ -248,7 +248,8 @@ class Training:
         """Collective. A copy of the state of all ranks in rank 0's memory; None on the others.
         `more`: further fields of the seal."""
         step = self.progress.step
-        # a checkpoint stores the rates of the last step before it
+        # a checkpoint stores the rates of the last step before it; a step that was not applied has
+        # set its own
         self.schedule.apply(self.optimizer, max(step - 1, 0))
         optimizer = self.optimizer.gather_state()
         cursors = [

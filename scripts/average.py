@@ -79,33 +79,30 @@ def average(checkpoints: Sequence[Checkpoint]) -> dict[str, torch.Tensor]:
     for checkpoint in checkpoints:
         checkpoint.check_architecture(newest.model_config)
     states = [checkpoint.model_state() for checkpoint in checkpoints]
-    return {
-        name: torch.stack([state[name].double() for state in states]).mean(dim=0).to(tensor.dtype)
-        for name, tensor in states[0].items()
-    }
+    means = {}
+    for name, tensor in states[0].items():
+        stacked = torch.stack([state[name].double() for state in states])
+        means[name] = stacked.mean(dim=0).to(tensor.dtype)
+    return means
 
 
 def fill(run_dir: Path, source: Path, tag: str, checkpoints: Sequence[Checkpoint]) -> None:
     """Write the files of the new run, `tag`, into its folder."""
     newest = checkpoints[0]
-    progress = newest.trainer_state["progress"] | {"val_bpb": None, "min_val_bpb": None}
+    theirs = newest.trainer_state
     kept = ("tokens", "phase", "K", "tokenizer_fingerprint")
-    state = {name: newest.trainer_state[name] for name in kept if name in newest.trainer_state}
-    state |= {
-        "progress": progress,
-        "status": "completed",
-        "averaged": [str(c.path) for c in checkpoints],
-    }
+    state = {name: theirs[name] for name in kept if name in theirs}
+    state["progress"] = theirs["progress"] | {"val_bpb": None, "min_val_bpb": None}
+    state["status"] = "completed"
+    state["averaged"] = [str(checkpoint.path) for checkpoint in checkpoints]
     open_folders(run_dir)
     shutil.copytree(source / "tokenizer", run_dir / "tokenizer", dirs_exist_ok=True)
     shutil.copyfile(source / "data_manifest.json", run_dir / "data_manifest.json")
     weights = {MODEL_NAME: average(checkpoints)}
-    Snapshot(newest.step, weights, newest.model_config, newest.cursors, state).write(
-        run_dir, "final"
-    )
-    write_completed(
-        run_dir, newest.step, f"the mean of {len(checkpoints)} checkpoints of {source.name}"
-    )
+    snapshot = Snapshot(newest.step, weights, newest.model_config, newest.cursors, state)
+    snapshot.write(run_dir, "final")
+    reason = f"the mean of {len(checkpoints)} checkpoints of {source.name}"
+    write_completed(run_dir, newest.step, reason)
     write_json(run_dir / CONFIG_NAME, read_config(source) | {"model_tag": tag})
 
 

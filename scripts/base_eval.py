@@ -17,9 +17,9 @@ import argparse
 import contextlib
 import itertools
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,8 +34,10 @@ from nanochat.dist import on_rank0
 from nanochat.engine import Engine, load_model
 from nanochat.gpt import GPT
 from nanochat.loss_eval import evaluate_bpb, evaluate_buckets, in_nats
+from nanochat.order import StreamConfig
 from nanochat.sources import DATA_MANIFEST, RunData, Source, open_data, read_manifests
 from nanochat.start_run import open_run
+from nanochat.stream import OpensStream
 from nanochat.tokenizer import Tokenizer
 from scripts.sample import ask_for_model, device_of
 
@@ -104,7 +106,15 @@ def draw_samples(
     return {"prompted": prompted, "unprompted": unprompted}
 
 
-def unigram_nats(data: RunData, config: Any, num_tokens: int) -> Tensor:
+class Opened(NamedTuple):
+    """What `start_run.open_run` returns."""
+
+    data: RunData
+    config: StreamConfig | OpensStream
+    settings: Settings
+
+
+def unigram_nats(data: RunData, config: StreamConfig | OpensStream, num_tokens: int) -> Tensor:
     """The loss of each token under the unigram model, (vocab_size,) float32.
 
     Counts targets in the first rows of the run's stream, the same number of rows from each lane, at
@@ -129,59 +139,67 @@ def unigram_nats(data: RunData, config: Any, num_tokens: int) -> Tensor:
     return -shares.log().float()
 
 
-def bits_per_byte(
-    args: argparse.Namespace, model: GPT, run_dir: Path, opened: tuple[RunData, Any, Settings]
-) -> dict[str, Any]:
-    """Collective.
-
-    Bits per byte of the model on validation data and on the same number of tokens of each training
-    bucket, and of the unigram model on the validation data. If the tokenizer does not know bytes,
-    nats per token under other keys.
-    """
+def batches_of(
+    opened: Opened, args: argparse.Namespace, model: GPT
+) -> Callable[[Source, int], Iterator[MicroBatch]]:
+    """A function that returns this rank's batches of the first tokens of a source."""
     _, rank, _, world_size = get_dist_info()
-    stored, config, settings = opened
-    tokenizer = stored.tokenizer
-    data = stored
-    if not config.framed:
-        manifests = read_manifests(run_dir / DATA_MANIFEST)
-        data = open_data(manifests, tokenizer)
-    model.attention_mode = settings.attention_mode
-    device = model.get_device()
-    token_bytes = tokenizer.token_bytes()
+    settings = opened.settings
     device_batch_size = args.device_batch_size
     if device_batch_size == -1:
         device_batch_size = settings.device_batch_size
-    num_tokens = settings.eval_tokens if args.eval_tokens == -1 else args.eval_tokens
-    tokens_per_val_bucket = num_tokens // len(data.val)
 
     def batches(source: Source, num_tokens: int) -> Iterator[MicroBatch]:
         return validation_loader(
             source,
-            tokenizer=tokenizer,
-            T=config.T,
+            tokenizer=opened.data.tokenizer,
+            T=opened.config.T,
             num_tokens=num_tokens,
-            device=device,
+            device=model.get_device(),
             rank=rank,
             device_batch_size=device_batch_size,
             world_size=world_size,
             num_leaves=settings.leaves,
-            with_doc_ids=model.attention_mode != "causal",
+            with_doc_ids=settings.attention_mode != "causal",
         )
 
+    return batches
+
+
+def bits_per_byte(
+    args: argparse.Namespace, model: GPT, run_dir: Path, opened: Opened
+) -> dict[str, Any]:
+    """Bits per byte of the model and of the unigram model, under the keys of RUN/eval.json.
+
+    Collective. The model is evaluated on validation data and on the same number of tokens of each
+    training bucket, the unigram model on the validation data. If the tokenizer does not know bytes,
+    nats per token under other keys.
+    """
+    stored, config, settings = opened
+    tokenizer = stored.tokenizer
+    data = stored
+    if not config.framed:  # then `stored` has entries as they are stored
+        manifests = read_manifests(run_dir / DATA_MANIFEST)
+        data = open_data(manifests, tokenizer)
+    token_bytes = tokenizer.token_bytes()
+    num_tokens = settings.eval_tokens if args.eval_tokens == -1 else args.eval_tokens
+    tokens_per_val_bucket = num_tokens // len(data.val)
+    batches = batches_of(opened, args, model)
+
     # the model
-    val_batches = {
-        name: batches(source, tokens_per_val_bucket) for name, source in data.val.items()
-    }
-    val, val_buckets = evaluate_buckets(model, val_batches, token_bytes)
+    model.attention_mode = settings.attention_mode
+    of_val = {name: batches(source, tokens_per_val_bucket) for name, source in data.val.items()}
+    val, val_buckets = evaluate_buckets(model, of_val, token_bytes)
     train = {}
     for name, source in data.train.items():
         if len(source.groups):
             train[name] = evaluate_bpb(model, batches(source, num_tokens), None, token_bytes)
 
     # the unigram model, on the same validation data
-    nats = on_rank0(lambda: unigram_nats(stored, config, args.unigram_tokens)).to(device)
+    nats = on_rank0(lambda: unigram_nats(stored, config, args.unigram_tokens))
+    nats = nats.to(model.get_device())
 
-    def unigram(x: Tensor, y: Tensor, loss_reduction: str) -> Tensor:
+    def unigram(x: Tensor, y: Tensor, *, loss_reduction: str) -> Tensor:
         return nats[y.clamp(min=0)]
 
     pairs = {}
@@ -250,12 +268,11 @@ def evaluate(
         scores = evaluate_tasks(args, model, tokenizer)
         result["core"] = core_eval.summary(scores)
     if "bpb" in args.eval or "sample" in args.eval:
-        opened = open_run(run_dir)
+        opened = Opened(*open_run(run_dir))
         if "bpb" in args.eval:
             result |= bits_per_byte(args, model, run_dir, opened)
         if "sample" in args.eval and rank == 0:
-            data, config, _ = opened
-            prompts = validation_prompts(data.val, tokenizer, config.T)
+            prompts = validation_prompts(opened.data.val, tokenizer, opened.config.T)
             result["samples"] = draw_samples(model, tokenizer, prompts)
     result["seconds"] = time.perf_counter() - began
     result["world_size"] = world_size

@@ -24,7 +24,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -41,7 +41,7 @@ from nanochat.run_journal import Journal, open_journal
 from nanochat.run_order import stream_config
 from nanochat.run_saves import Saves
 from nanochat.run_settings import is_compiled, is_tight
-from nanochat.run_stop import Stop, join_reasons
+from nanochat.run_stop import Diverged, Stop, join_reasons
 from nanochat.run_summary import explain_out_of_memory, print_split, print_summary
 from nanochat.schedule import Schedule
 from nanochat.spikes import MOST_IN_A_ROW, remember
@@ -72,22 +72,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Start or resume a run. Returns the exit code (docs/reference.md). ValueError and OSError for
     bad input."""
     words = sys.argv[1:] if argv is None else argv
-    asked = from_flags(parse_args(argv))
+    given = from_flags(parse_args(argv))
     setup_logging()
-    with lasting_output(), Guard(asked) as guard:
-        start, tokenizer = look(asked, guard)
+    with lasting_output(), Guard(given) as guard:
+        start, tokenizer = look(given, guard)
         over = start.over()
         if over is not None:
             return report_over(start, over)
         run = find_data(start, tokenizer, guard.rank)
         with build(run, guard) as (training, journal, saves):
-            announce(run, training, guard, journal, asked, words)
+            announce(run, training, guard, journal, given, words)
             return loop(run, training, guard, journal, saves)
 
 
-def look(asked: Settings, guard: Guard) -> tuple[Start, Tokenizer]:
-    """Collective. How the command's run starts or resumes, and its tokenizer. Changes nothing."""
-    settings, tokenizer = on_all_ranks(lambda: command(asked, guard.world_size, guard.device.type))
+def look(given: Settings, guard: Guard) -> tuple[Start, Tokenizer]:
+    """Collective. How the command's run starts or resumes, and its tokenizer. Writes nothing into
+    the run; text may be prepared."""
+    settings, tokenizer = on_all_ranks(lambda: command(given, guard.world_size, guard.device.type))
     print0("start: reading the run directory and the data files")
     return inspect_run(settings, guard.device), tokenizer
 
@@ -105,8 +106,12 @@ def build(run: Run, guard: Guard) -> Iterator[tuple[Training, Journal, Saves]]:
     """Collective. Begin the run on disk, then build the parts of this launch, and close them."""
     settings = run.settings
     device = guard.device
-    print_split(run)
-    on_all_ranks(lambda: begin_run(run, guard) if guard.rank == 0 else None)
+
+    def begin() -> None:
+        print_split(run)
+        begin_run(run, guard)
+
+    on_all_ranks(lambda: begin() if guard.rank == 0 else None)
     guard.watch()
     print0("start: building the model")
     with ExitStack() as stack:
@@ -119,7 +124,7 @@ def build(run: Run, guard: Guard) -> Iterator[tuple[Training, Journal, Saves]]:
         model, optimizer, progress = make_model(run, schedule, device)
         compiled = torch.compile(model, dynamic=False) if is_compiled(settings) else model
 
-        journal = open_journal(run, device, guard.owner, guard.state)
+        journal = open_journal(run, guard)
         stack.callback(journal.close)
         loader = stack.enter_context(open_loader(run, guard))
         stack.callback(guard.stop_waiting)  # before the loader closes, which waits for its threads
@@ -171,11 +176,11 @@ def announce(
     training: Training,
     guard: Guard,
     journal: Journal,
-    asked: Settings,
+    given: Settings,
     words: Sequence[str],
 ) -> None:
     """Print what is about to run, and log the command and the names of the settings it changed."""
-    typed = [*asked.differing()]
+    typed = [*given.differing()]
     print_summary(run, training.loader.layout, guard.device, typed)
     journal.event(
         "started",
@@ -230,12 +235,16 @@ def loop(run: Run, training: Training, guard: Guard, journal: Journal, saves: Sa
             saves.save(f"checkpoint-{progress.step}-shutdown", e.status, last=True, **why)
         journal.end(e.status, progress.step, e.reason)
         return report_stop(run, progress, e)
-    except ArithmeticError as e:
+    except Diverged as e:
         saves.report(wait=True)
         journal.end("failed", progress.step, str(e))
         if guard.rank != 0:
             raise SystemExit(1) from e  # rank 0 prints the error
         raise ValueError(f"{e}. {after_failure(run)}") from e
+    except Exception as e:
+        with suppress(Exception):  # the log may be what failed
+            journal.event("failed", progress.step, reason=f"{type(e).__name__}: {e}")
+        raise
     journal.end("completed", progress.step)
     report_completed(run, progress, peak_memory(guard.device))
     return 0
@@ -275,12 +284,18 @@ def between_steps(
 # ---- a step --------------------------------------------------------------------------------------
 
 
-def forward_backward(training: Training) -> tuple[torch.Tensor, bool, tuple[str, bool]]:
+class Shortage(NamedTuple):
+    """Why a rank does not have all of its rows of a step."""
+
+    reason: str = ""  # why its data ran dry; '' if a requested stop ended its wait for data
+    all_dry: bool = False  # whether every bucket is dry
+
+
+def forward_backward(training: Training) -> tuple[torch.Tensor, Shortage | None]:
     """Run this rank's micro-batches and leave the sum of their gradients in the model.
 
-    Returns (table, complete, dry): the (R, 3) table of the step with this rank's rows filled in,
-    whether the rank had all of its rows, and, if its data ran dry, the reason and whether every
-    bucket is dry.
+    Returns (table, shortage): the (R, 3) table of the step with this rank's rows filled in, and
+    None if the rank had all of its rows.
     """
     loader = training.loader
     num_targets = training.settings.total_batch_size
@@ -307,11 +322,11 @@ def forward_backward(training: Training) -> tuple[torch.Tensor, bool, tuple[str,
             live = (batch.targets >= 0).sum(dim=1)
             values = torch.stack([losses.detach(), live, batch.buckets], dim=1)  # (B, 3)
             table[rows.start : rows.stop] = values[: len(rows)]
-        return table, True, ("", False)
+        return table, None
     except Dry as e:
-        return table, False, (str(e), e.bucket is None)
-    except StopAsked:  # a stop was requested while the loader waited for object storage
-        return table, False, ("", False)
+        return table, Shortage(str(e), all_dry=e.bucket is None)
+    except StopAsked:  # a stop was requested while the loader waited for data
+        return table, Shortage()
 
 
 def one_step(run: Run, training: Training, guard: Guard, journal: Journal, saves: Saves) -> None:
@@ -321,7 +336,7 @@ def one_step(run: Run, training: Training, guard: Guard, journal: Journal, saves
     began = time.perf_counter()
     waited = training.loader.wait_s
     guard.beat(progress.step)
-    rows, complete, dry = forward_backward(training)
+    rows, shortage = forward_backward(training)
     if (progress.step + 1) % RANKS_EVERY == 0:
         log_ranks(training, journal, began)
 
@@ -332,13 +347,13 @@ def one_step(run: Run, training: Training, guard: Guard, journal: Journal, saves
     totals = take_step(
         training,
         rows,
-        dry=not complete,
+        dry=shortage is not None,
         stop=bool(reason),
         unsaved=unsaved is not None,
         save=saves.clock_says(),
         beat=guard.beat,
     )
-    saves.all_agreed = totals.save
+    saves.due_by_clock = totals.save
 
     # Every rank has the same totals, so all ranks take the same branch.
     if totals.unsaved:
@@ -346,10 +361,10 @@ def one_step(run: Run, training: Training, guard: Guard, journal: Journal, saves
     if totals.dry and totals.stop:  # an interrupted wait for data: this step was not applied
         raise Stop(join_reasons(gather_all(reason)))
     if totals.dry:
-        why, all_dry = next(entry for entry in gather_all(dry) if entry[0])
-        raise Stop(why, "halted", all_dry=all_dry)
+        first = next(found for found in gather_all(shortage) if found is not None and found.reason)
+        raise Stop(first.reason, "halted", all_dry=first.all_dry)
     if totals.outcome is Outcome.VOID:
-        raise ArithmeticError(
+        raise Diverged(
             f"step {progress.step}: the loss is {totals.loss}, the gradient norm {totals.grad_norm}"
         )
 
@@ -378,7 +393,7 @@ def note_dropped(training: Training, journal: Journal, totals: StepTotals) -> No
 
 def note_spike(training: Training, journal: Journal, totals: StepTotals) -> None:
     """Update the statistics that spikes are measured against, or warn that the step was a spike.
-    ArithmeticError after too many spikes in a row."""
+    Diverged after too many spikes in a row."""
     progress = training.progress
     if totals.outcome is Outcome.APPLIED:
         progress.skipped_in_a_row = 0
@@ -403,7 +418,7 @@ def note_spike(training: Training, journal: Journal, totals: StepTotals) -> None
         skipped=progress.skipped,
     )
     if progress.skipped_in_a_row == MOST_IN_A_ROW:
-        raise ArithmeticError(
+        raise Diverged(
             f"step {progress.step}: {MOST_IN_A_ROW} steps in a row were skipped as spikes, so the "
             f"run has diverged"
         )

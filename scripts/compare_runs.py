@@ -100,32 +100,31 @@ def largest_of(x: torch.Tensor) -> float:
     return x.double().abs().max().item()
 
 
-def kind_of(leaf: Any) -> Any:
+def kind_of(leaf: object) -> object:
     """A tensor's dtype and shape in words; any other leaf as it is."""
     if isinstance(leaf, torch.Tensor):
         return f"{leaf.dtype} {tuple(leaf.shape)}"
     return leaf
 
 
-def difference(a: Any, b: Any) -> str | None:
+def difference(a: object, b: object) -> str | None:
     """How two leaves differ, None if they are equal: all bits of tensors. NaN equals NaN."""
-    both_tensors = isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)
     x, y = kind_of(a), kind_of(b)
-    if both_tensors and x == y:
+    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) and x == y:
         return compare_tensors(a, b)
     if type(x) is not type(y):
         return f"{x} and {y}"
     both_nan = x != x and y != y
     if x == y or both_nan:
         return None
-    if type(x) is float and math.isfinite(x - y):
+    if isinstance(x, float) and isinstance(y, float) and math.isfinite(x - y):
         largest = max(abs(x), abs(y))
         relative = abs(x - y) / largest
         return f"{x} and {y}, {relative:.2g} relative"
     return f"{x} and {y}"
 
 
-def leaves(state: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+def leaves(state: object, name: str = "") -> Iterator[tuple[str, object]]:
     """(dotted name, leaf) of a plain state, in its order."""
     items = state
     if isinstance(state, (list, tuple)):
@@ -138,14 +137,16 @@ def leaves(state: Any, name: str = "") -> Iterator[tuple[str, Any]]:
         yield from leaves(item, below)
 
 
-def compare_states(a: Any, b: Any) -> Iterator[Gap]:
+def compare_states(a: object, b: object) -> Iterator[Gap]:
     """The differences of two plain states, including leaves that only one of them has."""
     x, y = dict(leaves(a)), dict(leaves(b))
     for name in x | y:
         if name in x and name in y:
             text = difference(x[name], y[name])
+        elif name in x:
+            text = "only a has it"
         else:
-            text = f"only {'a' if name in x else 'b'} has it"
+            text = "only b has it"
         if text is not None:
             yield Gap(name, text)
 
@@ -259,7 +260,7 @@ class Part:
     compared: int
     gaps: list[Gap]
 
-    def describe(self) -> str:
+    def text(self) -> str:
         """One line to print."""
         if not self.gaps:
             return f"{self.name}: {self.compared:,} equal"
@@ -347,9 +348,10 @@ def summarize(parts: list[Part], notes: list[str]) -> tuple[bool, str]:
     differing = [part for part in parts if part.gaps]
 
     if not differing:
-        equal = [
-            f"{part.compared:,} {part.name}" for part in parts if part.name in ("digests", "losses")
-        ]
+        equal = []
+        for part in parts:
+            if part.name in ("digests", "losses"):
+                equal.append(f"{part.compared:,} {part.name}")
         for part in parts:
             if part.kind == "checkpoint":
                 equal.append(f"{part.name} ({part.compared:,} values)")
@@ -360,16 +362,15 @@ def summarize(parts: list[Part], notes: list[str]) -> tuple[bool, str]:
         gaps += part.gaps
     only_files = all(of_files(gap) for gap in gaps)
     if only_files and parts[0].name == "digests":
-        return (
-            False,
+        same_rows = (
             "the same rows from different files: all is equal except the files that cursors name"
-            + end,
         )
+        return False, same_rows + end
 
     first = differing[0]  # all parts before it are equal
     data_equal = parts[0].kind == "data" and first.kind != "data"
     same = "same data; " if data_equal else ""
-    return False, same + first.describe() + end
+    return False, same + first.text() + end
 
 
 def first_differing_digest(a: Side, b: Side) -> int | None:
@@ -548,8 +549,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     b = open_side(args.b, notes)
     parts = compare(a, b, notes)
     equal, summary = summarize(parts, notes)
-    about = [f"a = {a.about}", f"b = {b.about}", *(f"note: {note}" for note in notes)]
-    print(summary, "", *about, sep="\n")
+    print(summary, "", f"a = {a.about}", f"b = {b.about}", sep="\n")
+    for note in notes:
+        print(f"note: {note}")
     print_settings(a, b)
     if not equal:
         print_versions(a, b, parts)
@@ -559,7 +561,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print("", *table(header, rows), sep="\n")
     print()
     for part in parts:
-        print(part.describe())
+        print(part.text())
         if args.tensors and part.kind == "checkpoint":
             for gap in part.gaps:
                 print(f"  {gap.where}: {gap.text}")

@@ -177,6 +177,19 @@ def write_weights(folder: Path, state: Mapping[str, Tensor], shard_bytes: int = 
         file.chmod(0o644)  # like the other files: safetensors lets only the owner read it
 
 
+def byte_letters() -> dict[int, str]:
+    """GPT-2's table of one letter per byte.
+
+    The letter is the byte itself if it is visible, else the next one from 256 on.
+    """
+    visible = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    hidden = [byte for byte in range(256) if byte not in visible]
+    letters = {byte: chr(byte) for byte in visible}
+    for i, byte in enumerate(hidden):
+        letters[byte] = chr(256 + i)
+    return letters
+
+
 def as_tokenizers(tokenizer: RustBPETokenizer) -> Any:
     """Our ranks as an object of the package `tokenizers` with the same ids.
 
@@ -190,44 +203,35 @@ def as_tokenizers(tokenizer: RustBPETokenizer) -> Any:
 
     from nanochat.integrations.fast_encoders import hard_sample
 
-    # GPT-2's table of one letter per byte: the byte itself if it is visible, else the next letter
-    # from 256 on
-    visible = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    hidden = [byte for byte in range(256) if byte not in visible]
-    letters = {byte: chr(byte) for byte in visible} | {
-        byte: chr(256 + i) for i, byte in enumerate(hidden)
-    }
+    # the vocabulary and its merges, in letters
+    ranks = tokenizer.enc._mergeable_ranks
+    special = tokenizer.enc._special_tokens
+    letters = byte_letters()
 
     def written(token: bytes) -> str:
         return "".join(letters[byte] for byte in token)
 
-    ranks, special = tokenizer.enc._mergeable_ranks, tokenizer.enc._special_tokens
-    cuts = sorted(
-        (rank, at, token)
-        for token, rank in ranks.items()
-        for at in range(1, len(token))
-        if token[:at] in ranks and token[at:] in ranks
-    )
-    library = Tokenizer(
-        models.BPE(
-            vocab={written(token): rank for token, rank in ranks.items()} | special,
-            merges=[(written(token[:at]), written(token[at:])) for _, at, token in cuts],
-            ignore_merges=True,
-        )
-    )
-    library.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(tokenizer.enc._pat_str), "isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
+    vocab = {written(token): rank for token, rank in ranks.items()} | special
+    merges = []
+    for token in sorted(ranks, key=ranks.__getitem__):
+        for at in range(1, len(token)):
+            left, right = token[:at], token[at:]
+            if left in ranks and right in ranks:
+                merges.append((written(left), written(right)))
+
+    # the tokenizer
+    library = Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=True))
+    split = pre_tokenizers.Split(Regex(tokenizer.enc._pat_str), "isolated")
+    to_letters = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    library.pre_tokenizer = pre_tokenizers.Sequence([split, to_letters])
     library.decoder = decoders.ByteLevel()
     library.add_special_tokens([AddedToken(text, normalized=False) for text in special])
     library.encode_special_tokens = True  # like ours: "<|bos|>" in a text is seven characters
+
+    # it must give the same ids
     for text in map(replace_surrogates, [*hard_sample(), *special]):
-        if library.encode(text, add_special_tokens=False).ids != tokenizer.encode(
-            text, num_threads=1
-        ):
+        theirs = library.encode(text, add_special_tokens=False).ids
+        if theirs != tokenizer.encode(text, num_threads=1):
             raise ValueError(
                 f"tokenizer.json: `tokenizers` and tiktoken give different ids for {text[:40]!a} with "
                 f"the pattern {tokenizer.enc._pat_str!r}; this tokenizer cannot be exported"
@@ -314,26 +318,33 @@ def model_card(checkpoint: Checkpoint, run: RunReader, num_parameters: int) -> b
 
     It names no path of the machine that trained it.
     """
-    step, tag = checkpoint.step, run.config.get("model_tag") or run.name
-    launches = [launch for launch in run.launches if launch.first <= step]
+    step = checkpoint.step
+    tag = run.config.get("model_tag") or run.name
+    measured, value = "bits per byte", "not measured"
     val = run.newest("val", step)
-    measured = "bits per byte" if val is None or val["bpb"] is not None else "loss"
-    files = [
-        (name, documents, size, Path(root).name) for name, root, _, size, documents in run.files()
-    ]
-    rows = [
+    if val is not None and val["bpb"] is not None:
+        value = f"{val['bpb']:.6f}"
+    elif val is not None:
+        measured, value = "loss", f"{val['loss']:.6f}"
+    code = None
+    for launch in run.launches:
+        if launch.first <= step:
+            code = launch.started.get("code")
+
+    facts = [
         ("parameters", num_parameters),
         ("steps", step),
         ("tokens", checkpoint.trainer_state["tokens"]),
-        (f"validation {measured}", f"{val['bpb'] or val['loss']:.6f}" if val else "not measured"),
+        (f"validation {measured}", value),
         ("digest of the last step's batch", run.digests.get(step - 1, "unknown")),
         ("checksum of the checkpoint", checkpoint.trainer_state["checksum"]),
-        ("code, commit", (launches[-1].started.get("code") if launches else None) or "unknown"),
+        ("code, commit", code or "unknown"),
     ]
-    about, data = (
-        "\n".join(markdown(*table))
-        for table in ((("fact", "value"), rows), (("data", "documents", "bytes", "folder"), files))
-    )
+    files = []
+    for name, root, _, size, documents in run.files():
+        files.append((name, documents, size, Path(root).name))
+    about = "\n".join(markdown(("fact", "value"), facts))
+    data = "\n".join(markdown(("data", "documents", "bytes", "folder"), files))
     return f"""---
 library_name: transformers
 pipeline_tag: text-generation
@@ -372,9 +383,8 @@ def to_hf(source: str, out: Path) -> str:
     checkpoint, config, tokenizer = open_checkpoint(source)
     state = checkpoint.model_state()
     dtype = state["transformer.wte.weight"].dtype
-    card = model_card(
-        checkpoint, RunReader(run_of(checkpoint)), sum(map(Tensor.numel, state.values()))
-    )
+    num_parameters = sum(tensor.numel() for tensor in state.values())
+    card = model_card(checkpoint, RunReader(run_of(checkpoint)), num_parameters)
     files = {
         **model_files(config, dtype, tokenizer.get_bos_token_id()),
         **tokenizer_files(tokenizer, config.sequence_len),
@@ -382,11 +392,8 @@ def to_hf(source: str, out: Path) -> str:
     }
     code = Path(integrations.__file__).with_name(f"{CODE}.py")
     with new_folder(out, "name a new folder") as folder:
-        check_hf(
-            load_model(source, "cpu", compute_dtype=torch.float32)[0],
-            code,
-            json.loads(files["config.json"]),
-        )
+        model, _, _ = load_model(source, "cpu", compute_dtype=torch.float32)
+        check_hf(model, code, json.loads(files["config.json"]))
         write_weights(folder, state)
         shutil.copyfile(code, folder / code.name)
         for name, content in files.items():
@@ -429,7 +436,8 @@ def to_nanochat(source: str, out: Path) -> str:
         "total_batch_size": settings.total_batch_size,
     }
     with new_folder(out, "name a new folder") as folder:
-        check_nanochat(load_model(source, "cpu", compute_dtype=torch.float32)[0])
+        model, _, _ = load_model(source, "cpu", compute_dtype=torch.float32)
+        check_nanochat(model)
         model_folder = folder / "base_checkpoints" / run_dir.name
         model_folder.mkdir(parents=True)
         torch.save(checkpoint.model_state(), model_folder / f"model_{step:06d}.pt")
@@ -482,28 +490,30 @@ def from_nanochat(source: str) -> NanochatCheckpoint:
 
     FileNotFoundError or ValueError, which names the file, if one is missing or is not nanochat's.
     """
-    text, _, at = source.rpartition("@") if re.search(r"@\d+$", source) else (source, "", "")
+    # which checkpoint
+    text, at = source, ""
+    if re.search(r"@\d+$", source):
+        text, _, at = source.rpartition("@")
     folder = as_local_path(text, "SOURCE").expanduser()
-    steps = sorted(
-        int(path.stem[6:]) for path in folder.glob("model_*.pt") if path.stem[6:].isdigit()
-    )
+    numbers = [path.stem.removeprefix("model_") for path in folder.glob("model_*.pt")]
+    steps = sorted(int(number) for number in numbers if number.isdigit())
     if not steps or (at and int(at) not in steps):
+        wanted = f"{int(at):06d}" if at else "STEP"
         known = ", ".join(map(str, steps)) or "none; expected a folder such as base_checkpoints/d12"
-        raise FileNotFoundError(
-            f"{folder}: no model_{f'{int(at):06d}' if at else 'STEP'}.pt; steps in it: {known}"
-        )
+        raise FileNotFoundError(f"{folder}: no model_{wanted}.pt; steps in it: {known}")
     step = int(at) if at else steps[-1]
-    meta = read_json(
-        folder / f"meta_{step:06d}.json", {"model_config": dict}, remedy="copy it again"
-    )
-    state = load_plain(folder / f"model_{step:06d}.pt")
-    if not isinstance(state, dict) or not all(
-        isinstance(tensor, Tensor) for tensor in state.values()
-    ):
+
+    # its files
+    meta_path = folder / f"meta_{step:06d}.json"
+    meta = read_json(meta_path, {"model_config": dict}, remedy="copy it again")
+    model_path = folder / f"model_{step:06d}.pt"
+    state = load_plain(model_path)
+    are_tensors = isinstance(state, dict) and all(isinstance(t, Tensor) for t in state.values())
+    if not are_tensors:
         raise ValueError(
-            f"{folder / f'model_{step:06d}.pt'}: expected a dict of tensors, as nanochat saves it; copy "
-            f"it again"
+            f"{model_path}: expected a dict of tensors, as nanochat saves it; copy it again"
         )
+
     # from torch.compile
     state = {name.removeprefix("_orig_mod."): tensor for name, tensor in state.items()}
     # older checkpoints have only long windows
@@ -550,11 +560,13 @@ def settings_of(
         **source.batch,
     )
     model = build_model(settings)
-    difference = "; ".join(
-        f"{name} is {value}, but --depth, --aspect-ratio and --head-dim make it {getattr(model.config, name)}"
-        for name, value in asdict(shape).items()
-        if value != getattr(model.config, name)
-    )
+    ours = asdict(model.config)
+    differing = []
+    for name, value in asdict(shape).items():
+        if value != ours[name]:
+            made = f"--depth, --aspect-ratio and --head-dim make it {ours[name]}"
+            differing.append(f"{name} is {value}, but {made}")
+    difference = "; ".join(differing)
     if not difference:
         try:
             model.load_state_dict(source.state, assign=True)
@@ -566,8 +578,9 @@ def settings_of(
             f"{source.folder}: its architecture differs from ours (nanochat's as of July 2026): "
             f"{difference}; it cannot be imported"
         )
-    narrow = source.state["transformer.wte.weight"].dtype == torch.bfloat16
-    return resolve(settings, torch.bfloat16 if narrow else torch.float32, None)[0], shape, tokenizer
+    is_bf16 = source.state["transformer.wte.weight"].dtype == torch.bfloat16
+    resolved, *_ = resolve(settings, torch.bfloat16 if is_bf16 else torch.float32, None)
+    return resolved, shape, tokenizer
 
 
 def import_run(args: argparse.Namespace) -> str:
@@ -596,9 +609,8 @@ def import_run(args: argparse.Namespace) -> str:
                 "%s: no such folder, so base_eval cannot evaluate the run; set --data-path",
                 settings.data_path,
             )
-        Snapshot(source.step, {MODEL_NAME: source.state}, asdict(shape), [], state).write(
-            run_dir, "final"
-        )
+        snapshot = Snapshot(source.step, {MODEL_NAME: source.state}, asdict(shape), [], state)
+        snapshot.write(run_dir, "final")
         tokenizer.save(run_dir / "tokenizer")
         write_completed(run_dir, source.step, f"imported from {args.source}")
         write_json(run_dir / CONFIG_NAME, settings.to_json())
@@ -614,8 +626,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     setup_logging()
     if args.origin is not None:
         print(import_run(args))
+    elif args.to == "hf":
+        print(to_hf(args.source, args.out))
     else:
-        print((to_hf if args.to == "hf" else to_nanochat)(args.source, args.out))
+        print(to_nanochat(args.source, args.out))
     return 0
 
 

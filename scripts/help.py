@@ -26,14 +26,14 @@ GROUPS = {  # the commands by purpose, in the order of use
         "tok-train",
         "tok-eval",
         "tok-shards",
-        "convert-shards",
     ],
     "Train": ["validate", "train", "stop"],
     "Watch runs": ["status", "page", "report"],
     "Ask what a run saw, and check it": ["inspect-data", "compare-runs", "verify"],
-    "Evaluate and sample": ["eval", "sample", "infer-bench"],
-    "Export and share": ["export", "average", "receipt"],
-    "Run experiments": ["repeat", "sweep"],
+    "Evaluate and sample": ["eval", "sample"],
+    "Export and share": ["export", "receipt"],
+    "Run experiments": ["repeat"],
+    "Needed only occasionally": ["convert-shards", "average", "sweep", "infer-bench"],
     "More": [],  # help, and commands that a fork adds
 }
 

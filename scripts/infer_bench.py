@@ -17,7 +17,7 @@ import argparse
 import json
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -32,7 +32,7 @@ from nanochat.gpt import GPT
 from scripts.sample import ask_for_model, device_of
 
 # a tokenizer without a stop token
-ENDLESS = SimpleNamespace(get_bos_token_id=lambda: -1, get_special_tokens=list)
+ENDLESS: Any = SimpleNamespace(get_bos_token_id=lambda: -1, get_special_tokens=list)
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -85,20 +85,24 @@ def measure(
     Time to first token, tokens/s of prefill and of decoding all rows, bytes of the full cache and,
     on a GPU, peak memory.
     """
-    first, step = [], []
+    first = []
+    step = []
     for _ in range(rounds + 1):
         to_first, *steps = times(model, [1] * prompt_tokens, rows, decode_tokens)
         first.append(to_first)
         step.append(statistics.median(steps))
-    first_s, step_s = statistics.median(first[1:]), statistics.median(step[1:])
+    # the first round warms up
+    first_s = statistics.median(first[1:])
+    step_s = statistics.median(step[1:])
     one = KVCache(1, 1, model=model)
+    bytes_per_token = one.k.nbytes + one.v.nbytes
     return {
         "rows": rows,
         "first_token_s": first_s,
         "prefill_tokens_per_s": prompt_tokens / first_s,
         "decode_step_s": step_s,
         "decode_tokens_per_s": rows / step_s,
-        "cache_bytes": (one.k.nbytes + one.v.nbytes) * rows * (prompt_tokens + decode_tokens),
+        "cache_bytes": bytes_per_token * rows * (prompt_tokens + decode_tokens),
         "peak_memory_bytes": peak_memory(model.get_device()),
     }
 
@@ -108,53 +112,52 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parse_args(argv)
     with device_of(args) as (device, dtype):
         model, _, meta = load_model(args.run, device, compute_dtype=dtype)
-        prompt_tokens = (
-            model.config.sequence_len // 2 if args.prompt_tokens == -1 else args.prompt_tokens
-        )
-        hardware = (
-            torch.cuda.get_device_name(device)
-            if device.type == "cuda"
-            else f"{torch.get_num_threads()} threads"
-        )
+        prompt_tokens = args.prompt_tokens
+        if prompt_tokens == -1:
+            prompt_tokens = model.config.sequence_len // 2
+        hardware = f"{torch.get_num_threads()} threads"
+        if device.type == "cuda":
+            hardware = torch.cuda.get_device_name(device)
         parameters = sum(parameter.numel() for parameter in model.parameters())
         print(
             f"{meta['path']}: {parameters:,} parameters, {dtype}, {device.type} ({hardware}); a prompt of "
             f"{prompt_tokens:,} tokens, then {args.decode_tokens:,} per row",
             flush=True,
         )
-        batches = [
-            measure(model, prompt_tokens, rows, args.decode_tokens, rounds=args.rounds)
-            for rows in args.batch_sizes
-        ]
-        shown = [
-            (
-                one["rows"],
-                one["first_token_s"] * 1e3,
-                one["prefill_tokens_per_s"],
-                one["decode_step_s"] * 1e3,
-                one["decode_tokens_per_s"],
-                one["cache_bytes"] / 1e6,
-            )
-            for one in batches
-        ]
-        header = "B", "first token, ms", "prefill tok/s", "step, ms", "decode tok/s", "cache, MB"
-        print(*table(header, shown), sep="\n")
-        print(
-            json.dumps(
-                {
-                    "model": str(meta["path"]),
-                    "parameters": parameters,
-                    "device": hardware,
-                    "dtype": str(dtype),
-                    "torch": torch.__version__,
-                    "prompt_tokens": prompt_tokens,
-                    "decode_tokens": args.decode_tokens,
-                    "rounds": args.rounds,
-                    "batches": batches,
-                }
-            )
-        )
+        batches = []
+        for rows in args.batch_sizes:
+            figures = measure(model, prompt_tokens, rows, args.decode_tokens, rounds=args.rounds)
+            batches.append(figures)
+        print_batches(batches)
+        result = {
+            "model": str(meta["path"]),
+            "parameters": parameters,
+            "device": hardware,
+            "dtype": str(dtype),
+            "torch": torch.__version__,
+            "prompt_tokens": prompt_tokens,
+            "decode_tokens": args.decode_tokens,
+            "rounds": args.rounds,
+            "batches": batches,
+        }
+        print(json.dumps(result))
     return 0
+
+
+def print_batches(batches: Sequence[Mapping[str, Any]]) -> None:
+    """Print a table of the results of `measure`."""
+    lines: list[dict[str, Any]] = []
+    for figures in batches:
+        line = {
+            "B": figures["rows"],
+            "first token, ms": figures["first_token_s"] * 1e3,
+            "prefill tok/s": figures["prefill_tokens_per_s"],
+            "step, ms": figures["decode_step_s"] * 1e3,
+            "decode tok/s": figures["decode_tokens_per_s"],
+            "cache, MB": figures["cache_bytes"] / 1e6,
+        }
+        lines.append(line)
+    print(*table([*lines[0]], [[*line.values()] for line in lines]), sep="\n")
 
 
 if __name__ == "__main__":

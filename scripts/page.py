@@ -37,7 +37,7 @@ from nanochat.run_reader import (
     ledger_table,
 )
 from scripts import status
-from scripts.report import summarize
+from scripts.report import sentences_about
 
 ROOM = 1_000_000  # bytes of JSON; the whole page stays below 6 MB
 WATCH_EVERY_S = 10
@@ -125,13 +125,7 @@ def series(chart: str, name: str, y: list[Any], look: str = "line", bucket: str 
 
     `look`: raw, line, points, plan, or edge and band, between which the area is filled.
     """
-    return {
-        "chart": chart,
-        "name": name,
-        "y": y,
-        "look": look,
-        "bucket": bucket,
-    }
+    return {"chart": chart, "name": name, "y": y, "look": look, "bucket": bucket}
 
 
 def step_series(run: RunReader) -> Iterator[Curve]:
@@ -283,9 +277,13 @@ def launches_of(run: Run, axes: Axes) -> Iterator[dict[str, Any]]:
         }
 
 
-def rounded(values: Sequence[Any]) -> list[Any]:
+def rounded(values: Sequence[float | None]) -> list[float | None]:
     """The values with six digits; a chart shows no more."""
-    return [float(f"{value:.6g}") if isinstance(value, float) else value for value in values]
+    result = list(values)
+    for i, value in enumerate(values):
+        if isinstance(value, float):
+            result[i] = float(f"{value:.6g}")
+    return result
 
 
 def kept_steps(steps: Sequence[Mapping[str, Any]], stride: int) -> list[int]:
@@ -436,17 +434,17 @@ def figures_of(run: Run) -> dict[str, str]:
     """The most important figures of a run as {name: value}."""
     done = run.num_steps
     val: list[float | None] = [*run.val_bpb.values()] or [None]
-    if run.alive:
-        time_name, seconds = "left", run.state["eta_s"]
-    else:
-        time_name, seconds = "training time", run.train_time_s
-    return {
+    figures = {
         "steps": f"{done:,} / {run.horizon or done:,}",
         f"bits per byte, {show(val[0])} at first": show(val[-1]),
         "tokens/s": show(run.median("tokens_per_s", last=100)),
-        time_name: duration(seconds),
-        "tokens": show(run.num_tokens),
     }
+    if run.alive:
+        figures["left"] = duration(run.state["eta_s"])
+    else:
+        figures["training time"] = duration(run.train_time_s)
+    figures["tokens"] = show(run.num_tokens)
+    return figures
 
 
 def card(title: str, content: str, kind: str = "") -> str:
@@ -456,14 +454,15 @@ def card(title: str, content: str, kind: str = "") -> str:
 
 def headline(run: Run) -> str:
     """The most important figures of a run: state, step, bits per byte, tokens/s, time."""
-    state, done = run.state, run.num_steps
+    state = run.state
+    done = run.num_steps
     shown = state["shown"] if state["status"] else run.outcome
     color = status.COLORS.get(shown, status.RED)
     cells = []
     for name, value in figures_of(run).items():
         cells.append(f"<div><b>{escape(value)}</b><span>{escape(name)}</span></div>")
     checkpoint = state.get("checkpoint") or "none"
-    sentences = " ".join([*summarize(run), f"Last checkpoint: {checkpoint}."])
+    sentences = " ".join([*sentences_about(run), f"Last checkpoint: {checkpoint}."])
     parts = [
         f'<div class="card"><span class="swatch c{run.index % 8}"></span>',
         f"<b>{escape(run.name)}</b>",
@@ -524,7 +523,7 @@ def json_bytes(run: Run) -> int:
 # ---- the page -----------------------------------------------------------------------------------
 
 
-def embed(value: Any) -> str:
+def embed(value: Mapping[str, Any]) -> str:
     """JSON that cannot end the HTML element around it, whatever it contains."""
     text = json.dumps(value, separators=(",", ":"), allow_nan=False)
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
@@ -549,9 +548,9 @@ def make_page(runs: Sequence[Run], *, refresh: bool = False) -> str:
         buckets |= {curve["bucket"] for curve in of_run["series"]}
 
     now = time.strftime("%Y-%m-%d %H:%M %Z")
-    thinned = (
-        f"Of every {stride} steps, the one with the highest loss is drawn." if stride > 1 else ""
-    )
+    thinned = ""
+    if stride > 1:
+        thinned = f"Of every {stride} steps, the one with the highest loss is drawn."
     header = ("setting", *(run.name for run in runs))
     differ = table(header, differing_settings([run.config for run in runs]))
     last_steps = [run.num_steps - 1 for run in runs if run.steps]

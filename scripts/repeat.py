@@ -63,22 +63,23 @@ def quantile(cdf: Callable[[float], float], p: float) -> float:
     low, high = -1e4, 1e4
     for _ in range(100):
         middle = (low + high) / 2
-        low, high = (middle, high) if cdf(middle) < p else (low, middle)
+        if cdf(middle) < p:
+            low = middle
+        else:
+            high = middle
     return high
 
 
 def student_t(p: float, degrees: int) -> float:
     """The quantile of Student's t distribution."""
-    norm = math.exp(math.lgamma((degrees + 1) / 2) - math.lgamma(degrees / 2)) / math.sqrt(
-        degrees * math.pi
-    )
+    gammas = math.lgamma((degrees + 1) / 2) - math.lgamma(degrees / 2)
+    norm = math.exp(gammas) / math.sqrt(degrees * math.pi)
 
     def cdf(x: float) -> float:
         # substitute x = sqrt(degrees) tan(at)
         at = np.linspace(0.0, math.atan(x / math.sqrt(degrees)), 2001)
-        return 0.5 + norm * math.sqrt(degrees) * float(
-            np.trapezoid(np.cos(at) ** (degrees - 1), at)
-        )
+        integral = float(np.trapezoid(np.cos(at) ** (degrees - 1), at))
+        return 0.5 + norm * math.sqrt(degrees) * integral
 
     return quantile(cdf, p)
 
@@ -87,14 +88,12 @@ def deviation_interval(s: float, n: int) -> tuple[float, float]:
     """The 95 % interval of a standard deviation s estimated from n values."""
 
     def cdf(x: float) -> float:  # chi-squared distribution
-        return float(
-            torch.special.gammainc(
-                torch.tensor((n - 1) / 2.0, dtype=torch.float64),
-                torch.tensor(max(x, 0.0) / 2, dtype=torch.float64),
-            )
-        )
+        half_degrees = torch.tensor((n - 1) / 2.0, dtype=torch.float64)
+        half_x = torch.tensor(max(x, 0.0) / 2, dtype=torch.float64)
+        return float(torch.special.gammainc(half_degrees, half_x))
 
-    low, high = (s * math.sqrt((n - 1) / quantile(cdf, p)) for p in (0.975, 0.025))
+    low = s * math.sqrt((n - 1) / quantile(cdf, 0.975))
+    high = s * math.sqrt((n - 1) / quantile(cdf, 0.025))
     return low, high
 
 
@@ -110,16 +109,15 @@ def smallest_differences(s: float, s_d: float, seeds: int) -> dict[str, dict[str
 
     {n: {"unpaired", "paired"}} for this number of seeds and each of SEED_COUNTS.
     """
-    return {
-        str(n): {
-            "unpaired": student_t(0.975, 2 * n - 2) * s * math.sqrt(2 / n),
-            "paired": student_t(0.975, n - 1) * s_d / math.sqrt(n),
-        }
-        for n in sorted({seeds, *SEED_COUNTS})
-    }
+    smallest = {}
+    for n in sorted({seeds, *SEED_COUNTS}):
+        unpaired = student_t(0.975, 2 * n - 2) * s * math.sqrt(2 / n)
+        paired = student_t(0.975, n - 1) * s_d / math.sqrt(n)
+        smallest[str(n)] = {"unpaired": unpaired, "paired": paired}
+    return smallest
 
 
-def summarize(values: Sequence[float]) -> dict[str, Any]:
+def spread_of(values: Sequence[float]) -> dict[str, Any]:
     """The statistics of one configuration."""
     s = statistics.stdev(values)
     return {
@@ -130,10 +128,11 @@ def summarize(values: Sequence[float]) -> dict[str, Any]:
     }
 
 
-def compare(values: Sequence[float], base: Sequence[float]) -> dict[str, Any]:
+def effect_of(values: Sequence[float], base: Sequence[float]) -> dict[str, Any]:
     """The statistics of a change; each value is paired with the base's value of the same seed."""
     differences = [a - b for a, b in zip(values, base, strict=True)]
-    n, s_d = len(differences), statistics.stdev(differences)
+    n = len(differences)
+    s_d = statistics.stdev(differences)
     half = student_t(0.975, n - 1) * s_d / math.sqrt(n)
     mean = statistics.fmean(differences)
     s = math.sqrt((statistics.variance(values) + statistics.variance(base)) / 2)
@@ -157,40 +156,33 @@ def train_all(
     Returns the final validation bits per byte of each run. ValueError if a run fails.
     """
     settings = from_flags(base_train.parse_args(flags))
-    launcher = [
-        sys.executable,
-        "-m",
-        *(
-            ["torch.distributed.run", "--standalone", f"--nproc_per_node={nproc}", "-m"]
-            if nproc > 1
-            else []
-        ),
-    ]
+    launcher = [sys.executable, "-m"]
+    if nproc > 1:
+        launcher += ["torch.distributed.run", "--standalone", f"--nproc_per_node={nproc}", "-m"]
 
     def train(seed: int) -> float:
+        # the command
         tag = f"{name}-seed{seed}"
-        weights, data = (
-            seed if vary in (which, "both") else settings.seed for which in ("weights", "data")
-        )
-        command = [
-            *launcher,
-            "scripts.base_train",
-            *flags,
-            f"--seed={weights}",
-            f"--data-seed={data}",
-            f"--model-tag={tag}",
-        ]
-        print0(
-            f"{name}: run {seeds.index(seed) + 1} of {len(seeds)}: {shlex.join(['python', *command[1:]])}"
-        )
+        of_weights = seed if vary in ("weights", "both") else settings.seed
+        of_data = seed if vary in ("data", "both") else settings.seed
+        own = [f"--seed={of_weights}", f"--data-seed={of_data}", f"--model-tag={tag}"]
+        command = [*launcher, "scripts.base_train", *flags, *own]
+        shown = shlex.join(["python", *command[1:]])
+        print0(f"{name}: run {seeds.index(seed) + 1} of {len(seeds)}: {shown}")
+
+        # the run
         log = get_base_dir() / "repeats" / f"{tag}.log"
         with open(log, "wb") if jobs > 1 else contextlib.nullcontext() as out:
             code = subprocess.run(command, stdout=out, stderr=out).returncode
+
+        # its result
         run = RunReader(run_path(tag))
-        if code or not run.launches or run.launches[-1].end != "completed":
+        is_complete = bool(run.launches) and run.launches[-1].end == "completed"
+        if code or not is_complete:
+            see = f", see {log}" if jobs > 1 else ""
             raise ValueError(
-                f"{tag}: the run ended with exit code {code} before its last step"
-                f"{f', see {log}' if jobs > 1 else ''}; fix the cause and repeat this command"
+                f"{tag}: the run ended with exit code {code} before its last step{see}; fix the cause "
+                f"and repeat this command"
             )
         if not run.val_bpb:
             raise ValueError(
@@ -208,45 +200,57 @@ def train_all(
 
 def print_report(record: dict[str, Any], base: dict[str, Any] | None) -> None:
     """Print a table of the runs, then the statistics."""
-    header = ["seed", "bits per byte", *(["base", "difference"] if base else [])]
-    columns = [record["seeds"], record["bits_per_byte"]]
-    if base:
-        columns += [base["bits_per_byte"][: len(record["seeds"])], record["against"]["differences"]]
-    rows = [[seed, *(f"{value:.6f}" for value in values)] for seed, *values in zip(*columns)]
-    print0(*table(header, rows), "", sep="\n")
-    n, (low, high) = len(record["seeds"]), record["stdev_interval"]
+    # the runs
+    columns = {"seed": record["seeds"], "bits per byte": record["bits_per_byte"]}
+    if base is not None:
+        columns["base"] = base["bits_per_byte"][: len(record["seeds"])]
+        columns["difference"] = record["against"]["differences"]
+    rows = [[seed, *map(digits, values)] for seed, *values in zip(*columns.values())]
+    print0(*table([*columns], rows), "", sep="\n")
+
+    # this configuration, and the change
+    low, high = record["stdev_interval"]
     print0(
         f"mean {record['mean']:.6f}, standard deviation {record['stdev']:.6f} (95 % interval {low:.6f} to "
         f"{high:.6f})"
     )
-    results = record
-    if base:
-        results = record["against"]
-        low, high = results["interval"]
-        p = "" if results["p"] is None else f", sign-flip p = {results['p']:.4f}"
-        print0(
-            f"mean difference from {base['name']}: {results['mean_difference']:+.6f} (95 % interval {low:+.6f} to "
-            f"{high:+.6f}{p}, {n} pairs)"
-        )
-        if low <= 0 <= high:
-            print0("the interval contains 0: this difference may be noise")
-        else:
-            print0("the interval does not contain 0: the difference exceeds seed noise")
-        if 2 / 2**n > 0.05:
-            print0(
-                f"note: with {n} pairs, p cannot be below {2 / 2**n:g}; six pairs or more can give p below 0.05"
-            )
-    smallest = results["smallest_difference"]
-    ways = ["unpaired", "paired"] if base else ["unpaired"]  # paired: by seed
-    rows = [[k, *(f"{smallest[k][way]:.6f}" for way in ways)] for k in smallest]
-    print0(
-        "",
-        "the smallest difference that this many seeds can show between runs:",
-        *table(["seeds", *ways], rows),
-        sep="\n",
-    )
+    if base is not None:
+        print_effect(record["against"])
+
+    # what more seeds could show; pairs have equal seeds
+    ways = ["unpaired"] if base is None else ["unpaired", "paired"]
+    results = record if base is None else record["against"]
+    rows = []
+    for num_seeds, smallest in results["smallest_difference"].items():
+        rows.append([num_seeds, *(digits(smallest[way]) for way in ways)])
+    print0("", "the smallest difference that this many seeds can show between runs:")
+    print0(*table(["seeds", *ways], rows), sep="\n")
     if record.get("rerun_difference") is not None:
         print0(f"\na rerun of seed {record['seeds'][0]} differs by {record['rerun_difference']:g}")
+
+
+def digits(value: float) -> str:
+    return f"{value:.6f}"
+
+
+def print_effect(effect: dict[str, Any]) -> None:
+    """Print the result of `effect_of`, and what it means."""
+    n = len(effect["differences"])
+    low, high = effect["interval"]
+    p = "" if effect["p"] is None else f", sign-flip p = {effect['p']:.4f}"
+    print0(
+        f"mean difference from {effect['name']}: {effect['mean_difference']:+.6f} (95 % interval {low:+.6f} to "
+        f"{high:+.6f}{p}, {n} pairs)"
+    )
+    if low <= 0 <= high:
+        print0("the interval contains 0: this difference may be noise")
+    else:
+        print0("the interval does not contain 0: the difference exceeds seed noise")
+    smallest_p = 2 / 2**n
+    if smallest_p > 0.05:
+        print0(
+            f"note: with {n} pairs, p cannot be below {smallest_p:g}; six pairs or more can give p below 0.05"
+        )
 
 
 # ---- the script ----------------------------------------------------------------------------------
@@ -261,7 +265,8 @@ def parse_args(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str
         epilog=__doc__,
         usage="%(prog)s [flags] -- FLAGS OF base_train",
     )
-    if words and "--" not in words and not {"-h", "--help"} & {*words}:
+    asks_for_help = "-h" in words or "--help" in words
+    if words and "--" not in words and not asks_for_help:
         p.error(
             "no flags of scripts.base_train: they follow --, as in --seeds=3 -- --depth=4 --num-iterations=100"
         )
@@ -307,15 +312,19 @@ def parse_args(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str
 def main(argv: Sequence[str] | None = None) -> int:
     """Train, compare and print. ValueError and OSError for bad input and failed runs."""
     args, flags = parse_args(argv)
-    folder, base = get_base_dir() / "repeats", None
+    folder = get_base_dir() / "repeats"
     run_path(f"{args.name}-seed1")  # ValueError for an invalid name
-    if reserved := [
-        word for word in flags if word.partition("=")[0] in ("--model-tag", "--data-seed", "--seed")
-    ]:
-        raise ValueError(
-            f"{reserved[0]}: this script sets the flag for each run; use --name and --vary instead"
-        )
-    seeds, vary = list(range(1, args.seeds + 1)), args.vary
+    for word in flags:
+        flag, _, _ = word.partition("=")
+        if flag in ("--model-tag", "--data-seed", "--seed"):
+            raise ValueError(
+                f"{word}: this script sets the flag for each run; use --name and --vary instead"
+            )
+
+    # with --against, the seeds are those of the base
+    base = None
+    seeds = list(range(1, args.seeds + 1))
+    vary = args.vary
     if args.against is not None:
         path = folder / f"{args.against}.json"
         if not path.is_file():
@@ -328,7 +337,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise ValueError(
                 f"--against={args.against}: --name has the same value; choose a different --name"
             )
-        seeds, vary = base["seeds"], base["vary"]
+        seeds = base["seeds"]
+        vary = base["vary"]
+
     values = train_all(args.name, flags, seeds, vary, jobs=args.jobs, nproc=args.nproc)
     record = {
         "name": args.name,
@@ -336,10 +347,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         "seeds": seeds,
         "flags": flags,
         "bits_per_byte": values,
-        **summarize(values),
+        **spread_of(values),
     }
     if base is not None:
-        record["against"] = {"name": base["name"], **compare(values, base["bits_per_byte"])}
+        record["against"] = {"name": base["name"], **effect_of(values, base["bits_per_byte"])}
     if args.rerun:
         [value] = train_all(f"{args.name}-rerun", flags, seeds[:1], vary, jobs=1, nproc=args.nproc)
         record["rerun_difference"] = value - values[0]

@@ -15,7 +15,9 @@ that ended. If a stage ran several times, its times are added up.
 import argparse
 import re
 import time
+from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -26,18 +28,29 @@ from nanochat.config import setting_tables
 from nanochat.run_dir import find_run
 from nanochat.run_reader import RunReader, ledger_table
 
-Stage = tuple[str, float, int, int, str]  # name, seconds, runs, failed runs, command
+STAGE = re.compile(r"(?m)^(.*)\t([0-9.]+)\t([0-9]+)\t(.*)$")  # name, seconds, exit code, command
+
+
+@dataclass
+class Stage:
+    """All runs of a stage of speedrun.sh."""
+
+    name: str
+    seconds: float = 0.0
+    runs: int = 0
+    failed: int = 0
+    command: str = ""  # of the last run
 
 
 def read_stages(path: Path) -> list[Stage]:
     """The stages in a file, in the order of their first run. Truncated lines are skipped."""
     stages: dict[str, Stage] = {}
-    for line in re.findall(
-        r"(?m)^(.*)\t([0-9.]+)\t([0-9]+)\t(.*)$", path.read_text("utf-8", "replace")
-    ):
-        name, seconds, code, command = line
-        _, total, runs, failed, _ = stages.get(name, ("", 0.0, 0, 0, ""))
-        stages[name] = name, total + float(seconds), runs + 1, failed + (code != "0"), command
+    for name, seconds, code, command in STAGE.findall(path.read_text("utf-8", "replace")):
+        stage = stages.setdefault(name, Stage(name))
+        stage.seconds += float(seconds)
+        stage.runs += 1
+        stage.failed += code != "0"
+        stage.command = command
     return list(stages.values())
 
 
@@ -55,12 +68,19 @@ def markdown(header: Sequence[Any], rows: Sequence[Sequence[Any]]) -> list[str]:
     The first column is left-aligned, the others are right-aligned. Pipes and HTML in cells are
     escaped.
     """
-    cells = [
-        [escape_html(show(cell)).replace("|", "\\|").replace("\n", " ") for cell in row]
-        for row in (header, *rows)
-    ]
-    cells.insert(1, ["---"] + ["---:"] * (len(header) - 1))
-    return [f"| {' | '.join(line)} |" for line in cells] + [""] if rows else []
+    if not rows:
+        return []
+
+    def line(cells: Sequence[str]) -> str:
+        return f"| {' | '.join(cells)} |"
+
+    def escaped(cell: object) -> str:
+        return escape_html(show(cell)).replace("|", "\\|").replace("\n", " ")
+
+    alignment = ["---", *["---:"] * (len(header) - 1)]
+    lines = [line([escaped(cell) for cell in row]) for row in (header, *rows)]
+    lines.insert(1, line(alignment))
+    return [*lines, ""]
 
 
 def fenced(text: str) -> list[str]:
@@ -76,108 +96,123 @@ def fenced(text: str) -> list[str]:
 # ---- the parts ----------------------------------------------------------------------------------
 
 
-def summarize(run: RunReader) -> list[str]:
+def sentences_about(run: RunReader) -> list[str]:
     """A few sentences about the run: its progress and end, what it learned, its launches."""
-    launches, val = run.launches, [*run.val_bpb.values()]
-    if not (launches and run.steps):
+    if not (run.launches and run.steps):
         return ["No step was logged."]
-    last, earlier = launches[-1], launches[:-1]
+    return [*progress_sentences(run), *launch_sentences(run), *event_sentences(run)]
+
+
+def progress_sentences(run: RunReader) -> list[str]:
+    """How far the run came, and what it learned."""
+    last = run.launches[-1]
     reason = f" ({last.reason})" if last.reason else ""
     horizon = f" of {run.horizon:,}" if run.horizon else ""
     sentences = [
         f"The run {last.end or 'is unfinished'}{reason} after {last.last:,}{horizon} steps: "
         f"{run.num_tokens:,} tokens in {duration(run.train_time_s)} of training."
     ]
+    val = [*run.val_bpb.values()]
     if len(val) > 1:
-        moved = "fell" if val[-1] < val[0] else "did not fall: they went"
-        sentences.append(
-            f"Validation bits per byte {moved} from {show(val[0])} to {show(val[-1])}."
-        )
-    ends = {
-        end: sum(launch.end == end for launch in earlier)
-        for end in ("killed", "stopped", "halted", "failed")
-    }
-    interruptions = ", ".join(f"{n} {end}" for end, n in ends.items() if n) or "none interrupted"
-    number = f"{len(launches)} launches ({interruptions})" if earlier else "one launch"
-    worlds = sorted({launch.world_size for launch in launches})
-    sentences.append(
-        f"It took {number}, on {' and '.join(map(str, worlds))} process{'es' * (worlds != [1])}."
-    )
-    sentences += [
-        f"It halted at step {launch.last:,} ({launch.reason})."
-        for launch in earlier
-        if launch.end == "halted"
+        first, newest = val[0], val[-1]
+        moved = "fell" if newest < first else "did not fall: they went"
+        sentences.append(f"Validation bits per byte {moved} from {show(first)} to {show(newest)}.")
+    return sentences
+
+
+def launch_sentences(run: RunReader) -> list[str]:
+    """How many launches the run took, and how the earlier ones ended."""
+    *earlier, _ = run.launches
+    counts = Counter(launch.end for launch in earlier)
+    ends = [
+        f"{counts[end]} {end}" for end in ("killed", "stopped", "halted", "failed") if counts[end]
     ]
+    number = "one launch"
+    if earlier:
+        number = f"{len(run.launches)} launches ({', '.join(ends) or 'none interrupted'})"
+    worlds = sorted({launch.world_size for launch in run.launches})
+    processes = "process" if worlds == [1] else "processes"
+    sentences = [f"It took {number}, on {' and '.join(map(str, worlds))} {processes}."]
+    for launch in earlier:
+        if launch.end == "halted":
+            sentences.append(f"It halted at step {launch.last:,} ({launch.reason}).")
+    return sentences
+
+
+def event_sentences(run: RunReader) -> list[str]:
+    """The buckets that ran dry, and the spikes."""
+    sentences = []
     dry = {event["bucket"]: event for event in run.named("dropped")}  # the newest of each bucket
-    sentences += [
-        f"Bucket {bucket} ran dry, at step {event['step']:,} in {counted(event['lanes'], 'lane')}."
-        for bucket, event in dry.items()
-    ]
-    if skipped := run.named("skipped"):
-        sentences.append(
-            f"It skipped {counted(len(skipped), 'spike')}, most recently step {skipped[-1]['step']:,}."
-        )
+    for bucket, event in dry.items():
+        lanes = counted(event["lanes"], "lane")
+        sentences.append(f"Bucket {bucket} ran dry, at step {event['step']:,} in {lanes}.")
+    skipped = run.named("skipped")
+    if skipped:
+        spikes = counted(len(skipped), "spike")
+        sentences.append(f"It skipped {spikes}, most recently step {skipped[-1]['step']:,}.")
     return sentences
 
 
 def result_part(run: RunReader) -> list[str]:
     """The most important figures. Runs with equal digests saw the same data."""
-    val = run.val_bpb
+    figures = quality_figures(run) | training_figures(run)
+    rows = [(name, value) for name, value in figures.items() if value is not None]
+    lines = markdown(("figure", "result"), rows)
     evaluation = run.evaluation
-    steps = run.steps
-    last = max(val, default=0)
-    rows: list[tuple[str, Any]] = [
-        ("validation bits per byte, before training", val.get(0)),
-        ("validation bits per byte, after", evaluation.get("val_bpb", val[last] if last else None)),
-        ("bits per byte of a unigram model on the same tokens", evaluation.get("unigram_bpb")),
-        *(
-            (f"training bits per byte, `{name}`", bpb)
-            for name, bpb in evaluation.get("train_bpb", {}).items()
-        ),
-        ("CORE metric", evaluation.get("core", {}).get("core_metric")),
-    ]
-    if steps:
-        waited = sum(step["wait_s"] for step in steps) / run.train_time_s
-        mfu, peak = run.median("mfu"), run.peak_memory_bytes
-        rows += [
-            ("steps", run.num_steps),
-            ("tokens trained on", run.num_tokens),
-            (
-                "training time",
-                f"{duration(run.train_time_s)}, {100 * waited:.2f} % of it waiting for data",
-            ),
-            ("tokens/s, median step", run.median("tokens_per_s")),
-            ("model FLOPs utilization, median step", f"{100 * mfu:.1f} %" if mfu else None),
-            ("peak memory of rank 0", f"{peak / 1e9:.1f} GB" if peak else None),
-            *(
-                (f"digest of the batch of step {step['step']:,}", f"`{step['digest']}`")
-                for step in (steps[0], steps[-1])
-            ),
-        ]
-    lines = markdown(("figure", "result"), [row for row in rows if row[1] is not None])
     if not evaluation:
-        lines.append(
-            escape_html(
-                f"Not evaluated yet: `python -m scripts.base_eval {run.name}` adds samples and the "
-                f"bits per byte of a unigram model for comparison."
-            )
+        sentence = (
+            f"Not evaluated yet: `python -m scripts.base_eval {run.name}` adds samples and the bits per "
+            f"byte of a unigram model for comparison."
         )
-    elif steps and evaluation["step"] != run.num_steps:
+        lines.append(escape_html(sentence))
+    elif run.steps and evaluation["step"] != run.num_steps:
         lines.append(
             f"The evaluation is from step {evaluation['step']:,}; training continued after it."
         )
     return lines
 
 
+def quality_figures(run: RunReader) -> dict[str, Any]:
+    """{figure: value}: what the model learned; None if it is not known."""
+    val = run.val_bpb
+    last_val = val[max(val)] if max(val, default=0) else None
+    evaluation = run.evaluation
+    figures = {
+        "validation bits per byte, before training": val.get(0),
+        "validation bits per byte, after": evaluation.get("val_bpb", last_val),
+        "bits per byte of a unigram model on the same tokens": evaluation.get("unigram_bpb"),
+    }
+    for bucket, bpb in evaluation.get("train_bpb", {}).items():
+        figures[f"training bits per byte, `{bucket}`"] = bpb
+    figures["CORE metric"] = evaluation.get("core", {}).get("core_metric")
+    return figures
+
+
+def training_figures(run: RunReader) -> dict[str, Any]:
+    """{figure: value}: what the training took; None if it is not known."""
+    if not run.steps:
+        return {}
+    waited = sum(step["wait_s"] for step in run.steps) / run.train_time_s
+    mfu = run.median("mfu")
+    peak = run.peak_memory_bytes
+    time_s = duration(run.train_time_s)
+    figures = {
+        "steps": run.num_steps,
+        "tokens trained on": run.num_tokens,
+        "training time": f"{time_s}, {100 * waited:.2f} % of it waiting for data",
+        "tokens/s, median step": run.median("tokens_per_s"),
+        "model FLOPs utilization, median step": f"{100 * mfu:.1f} %" if mfu else None,
+        "peak memory of rank 0": f"{peak / 1e9:.1f} GB" if peak else None,
+    }
+    for step in (run.steps[0], run.steps[-1]):
+        figures[f"digest of the batch of step {step['step']:,}"] = f"`{step['digest']}`"
+    return figures
+
+
 def settings_part(run: RunReader, stages: Sequence[Stage]) -> list[str]:
     """The commands, the settings, and the values that follow from them."""
-    started = [launch.started for launch in run.launches]
-    commands = [command for *_, command in stages] or [
-        f"{start['command']}{'' if start['world_size'] == 1 else '  # on ' + str(start['world_size']) + ' processes'}"
-        for start in started
-        if start.get("command")
-    ]
-    times = [(name, duration(seconds), runs, failed) for name, seconds, runs, failed, _ in stages]
+    commands = [stage.command for stage in stages] or commands_of(run)
+    times = [(stage.name, duration(stage.seconds), stage.runs, stage.failed) for stage in stages]
     tables = setting_tables(run.config, run.typed)
     return [
         "Commands:",
@@ -194,58 +229,69 @@ def settings_part(run: RunReader, stages: Sequence[Stage]) -> list[str]:
     ]
 
 
+def commands_of(run: RunReader) -> list[str]:
+    """The commands that launched the run, as far as the log has them."""
+    commands = []
+    for launch in run.launches:
+        command = launch.started.get("command")
+        if not command:
+            continue
+        if launch.world_size > 1:
+            command += f"  # on {launch.world_size} processes"
+        commands.append(command)
+    return commands
+
+
+def launches_part(run: RunReader) -> list[str]:
+    """Where each launch ran."""
+    rows = []
+    for launch in run.launches:
+        started = launch.started
+        device = started.get("gpu") or started["device"]
+        code = started.get("code") or "unknown"
+        rows.append((launch.first, launch.world_size, device, started["torch"], code))
+    return markdown(("first step", "processes", "device", "PyTorch", "commit"), rows)
+
+
+def data_part(run: RunReader) -> list[str]:
+    """The files, and the ledger."""
+    header = ("bucket (split)", "folder", "files", "bytes", "documents")
+    lines = markdown(header, run.files())
+    ledger, columns, rows = ledger_table(*run.ledger())
+    if not rows:
+        return [*lines, "No ledger before the first checkpoint."]
+    return [*lines, escape_html(ledger), "", *markdown(columns, rows)]
+
+
 def samples_part(run: RunReader) -> list[str]:
     """The texts that the model wrote: the newest from training, and all from the evaluation."""
     lines: list[str] = []
     for i, (when, texts) in enumerate(run.samples().items()):
-        if i == 0 or when.startswith("at the evaluation"):
-            lines += [
-                f"{when[0].upper()}{when[1:]}:",
-                "",
-                *(line for text in texts for line in fenced(text)),
-            ]
+        is_newest = i == 0
+        if is_newest or when.startswith("at the evaluation"):
+            lines += [f"{when[0].upper()}{when[1:]}:", ""]
+            for text in texts:
+                lines += fenced(text)
     return lines or ["None. --sample-every=N samples every N steps."]
 
 
 def make_report(run: RunReader, stages: Sequence[Stage] = ()) -> str:
     """The whole report."""
-    launches = [
-        (
-            launch.first,
-            launch.world_size,
-            launch.started.get("gpu") or launch.started["device"],
-            launch.started["torch"],
-            launch.started.get("code") or "unknown",
-        )
-        for launch in run.launches
-    ]
-    ledger, header, rows = ledger_table(*run.ledger())
     parts = {
         "Results": result_part(run),
         "Commands and settings": settings_part(run, stages),
-        "Launches": markdown(("first step", "processes", "device", "PyTorch", "commit"), launches),
-        "Data": [
-            *markdown(("bucket (split)", "folder", "files", "bytes", "documents"), run.files()),
-            *(
-                [escape_html(ledger), "", *markdown(header, rows)]
-                if rows
-                else ["No ledger before the first checkpoint."]
-            ),
-        ],
+        "Launches": launches_part(run),
+        "Data": data_part(run),
         "Samples": samples_part(run),
     }
     written = (
         f"Written {time.strftime('%Y-%m-%d %H:%M %Z')} from the run directory `{run.run_dir}`. "
         f"`python -m scripts.page {run.name}` draws its plots."
     )
-    lines = [
-        escape_html(f"# Run `{run.config.get('model_tag', run.name)}`: {run.outcome}"),
-        "",
-        *map(escape_html, summarize(run)),
-        "",
-        escape_html(written),
-        "",
-    ]
+    tag = run.config.get("model_tag", run.name)
+    lines = [escape_html(f"# Run `{tag}`: {run.outcome}"), ""]
+    lines += [*map(escape_html, sentences_about(run)), ""]
+    lines += [escape_html(written), ""]
     for title, part in parts.items():
         lines += [f"## {title}", "", *part, ""]
     return "\n".join(lines)
@@ -273,7 +319,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parse_args(argv)
     run = RunReader(find_run(args.run).absolute())
     output = args.output or run.run_dir / "report.md"
-    stages = read_stages(args.stages) if args.stages is not None and args.stages.is_file() else []
+    has_stages = args.stages is not None and args.stages.is_file()
+    stages = read_stages(args.stages) if has_stages else []
     write_bytes(output, make_report(run, stages).encode())
     print(f"{run.name}: {run.outcome}", *result_part(run), f"report: {output}", sep="\n")
     return 0

@@ -82,13 +82,14 @@ def marked(prompt: str, text: str) -> str:
 
     A character that the prompt cuts in two belongs to the continuation.
     """
-    prompt = prompt if text.startswith(prompt) else prompt.rstrip("\ufffd")
-    begin, end = (
-        ("\033[2m", "\033[0m")
-        if sys.stdout.isatty() and not os.environ.get("NO_COLOR")
-        else ("", "»")
-    )
-    return f"{begin}{visible(prompt)}{end}{visible(text[len(prompt) :])}"
+    if not text.startswith(prompt):
+        prompt = prompt.rstrip("\ufffd")
+    begin, end = "", "»"
+    has_colors = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+    if has_colors:
+        begin, end = "\033[2m", "\033[0m"
+    continuation = text[len(prompt) :]
+    return f"{begin}{visible(prompt)}{end}{visible(continuation)}"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -121,7 +122,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             )
             for result in results:
                 # without <|bos|>
-                prompt, text = (tokenizer.decode(ids[1:]) for ids in (tokens, result))
+                prompt = tokenizer.decode(tokens[1:])
+                text = tokenizer.decode(result[1:])
                 print(f"{'-' * 80}\n{marked(prompt, text)}", flush=True)
     return 0
 

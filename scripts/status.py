@@ -100,7 +100,7 @@ def cells(run: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def describe(run: dict[str, Any]) -> str:
+def status_text(run: dict[str, Any]) -> str:
     """The status of one run, one value per line."""
     values = cells(run)
     if run["status"] is not None:
@@ -111,7 +111,7 @@ def describe(run: dict[str, Any]) -> str:
         values["spikes skipped"] = run.get("skipped")
         values["started"] = f"{began}, {ago} ago"
         if run["liveness"] == "alive":
-            values["processes"] = describe_processes(run)
+            values["processes"] = processes_of(run)
     values["folder"] = run["run"]
     lines = []
     for name, value in values.items():
@@ -120,7 +120,7 @@ def describe(run: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def describe_processes(run: dict[str, Any]) -> str:
+def processes_of(run: dict[str, Any]) -> str:
     """How many processes an active run has, and where."""
     ranks = run["ranks"]
     hosts = Counter(rank["host"] for rank in ranks)
@@ -153,7 +153,7 @@ def print_run(run: dict[str, Any], as_json: bool) -> None:
     if run["status"] is None:
         error = ValueError if run["shown"] == "unreadable" else FileNotFoundError
         raise error(run["reason"])
-    text = json.dumps(run) if as_json else describe(run)
+    text = json.dumps(run) if as_json else status_text(run)
     print(text, flush=True)
 
 

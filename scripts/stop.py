@@ -29,7 +29,7 @@ from nanochat.run_dir import find_run, list_runs, run_path
 from nanochat.run_reader import RunReader
 from nanochat.run_state import is_alive_here
 from nanochat.run_stop import request_stop
-from scripts.status import describe
+from scripts.status import status_text
 
 POLL_S = 0.2
 GRACE_S = 30.0  # between SIGTERM, which lets the run save, and SIGKILL
@@ -130,7 +130,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"asked {run_dir.name} to stop: it saves after the current step", flush=True)
     elif not args.force:
         print(
-            f"{run_dir.name} is not active; a launch that is starting now stops after one step\n{describe(run)}"
+            f"{run_dir.name} is not active; a launch that is starting now stops after one step\n{status_text(run)}"
         )
         return 0
     if args.force and not force(run):
@@ -139,7 +139,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         time.sleep(POLL_S)
     run = reader.status()
     if args.wait or args.force:
-        print(describe(run))
+        print(status_text(run))
     left = args.force and run["liveness"] == "alive"
     if left:
         print(

@@ -45,18 +45,8 @@ from nanochat.run_reader import RunReader
 from nanochat.sources import fingerprint
 
 COLUMNS = (
-    "run",
-    "depth",
-    "flops_budget",
-    "params",
-    "params_scaling",
-    "tokens",
-    "flops",
-    "val_bpb",
-    "core",
-    "tokens_per_s",
-    "train_time_s",
-    "peak_memory_bytes",
+    *("run", "depth", "flops_budget", "params", "params_scaling", "tokens", "flops"),
+    *("val_bpb", "core", "tokens_per_s", "train_time_s", "peak_memory_bytes"),
 )
 POINT_COLUMNS = ("flops_budget", "flops", "params_scaling", "tokens", "val_bpb", "how")
 LAW_COLUMNS = ("of", "exponent", "standard_error", "factor", "points")
@@ -98,11 +88,11 @@ def read_row(run_dir: Path) -> Row | None:
     if run.outcome != "completed":
         return None
     check_shape(run.config, CONFIG, run_dir / CONFIG_NAME)
-    derived, budget = run.config["derived"], run.config["target_flops"]
-    files = {
-        split: {bucket: fingerprint(manifest) for bucket, manifest in buckets.items()}
-        for split, buckets in run.manifests.items()
-    }
+    derived = run.config["derived"]
+    budget = run.config["target_flops"]
+    files: dict[str, dict[str, str]] = {}
+    for split, buckets in run.manifests.items():
+        files[split] = {bucket: fingerprint(manifest) for bucket, manifest in buckets.items()}
     return {
         "run": run.name,
         "data": hash_json([files, run.config.get("tokenizer_fingerprint")]),
@@ -132,6 +122,11 @@ def to_csv(columns: Sequence[str], rows: Sequence[Row]) -> str:
 # ---- points and power laws -----------------------------------------------------------------------
 
 
+def column(rows: Sequence[Row], name: str) -> np.ndarray:
+    """(n,) float64: a value of all rows."""
+    return np.array([row[name] for row in rows], np.float64)
+
+
 def best_of_budget(rows: Sequence[Row]) -> Row:
     """The best size for one budget of FLOPs.
 
@@ -141,16 +136,20 @@ def best_of_budget(rows: Sequence[Row]) -> Row:
     best = min(rows, key=lambda row: row["val_bpb"])
     if len({row["params_scaling"] for row in rows}) < 3:
         return best | {"how": "the best run"}
-    x = np.log([row["params_scaling"] for row in rows])
-    a, b, c = np.polyfit(x, [row["val_bpb"] for row in rows], 2)
+
+    # the parabola
+    x = np.log(column(rows, "params_scaling"))
+    a, b, c = np.polyfit(x, column(rows, "val_bpb"), 2)
     lowest = -b / (2 * a) if a > 0 else math.inf
     if not x.min() <= lowest <= x.max():
         return best | {"how": "the best run: the parabola has no minimum between the sizes"}
-    tokens = np.exp(
-        np.interp(lowest, np.sort(x), np.log([row["tokens"] for row in rows])[np.argsort(x)])
-    )
+
+    # how many tokens the budget allows at its minimum
+    by_size = np.argsort(x)
+    log_tokens = np.log(column(rows, "tokens"))
+    tokens = np.exp(np.interp(lowest, x[by_size], log_tokens[by_size]))
     return {
-        "flops": float(np.mean([row["flops"] for row in rows])),
+        "flops": float(np.mean(column(rows, "flops"))),
         "params_scaling": float(np.exp(lowest)),
         "tokens": float(tokens),
         "val_bpb": float(np.polyval((a, b, c), lowest)),
@@ -160,25 +159,24 @@ def best_of_budget(rows: Sequence[Row]) -> Row:
 
 def points_of(rows: Sequence[Row]) -> list[Row]:
     """The points to fit: the best size for each budget, and each run without a budget."""
+    points = []
     budgets: dict[float, list[Row]] = {}
     for row in rows:
-        if row["flops_budget"] is not None and row["val_bpb"] is not None:
-            budgets.setdefault(row["flops_budget"], []).append(row)
-    points = [
-        best_of_budget(of_budget) | {"flops_budget": budget}
-        for budget, of_budget in budgets.items()
-    ]
-    points += [row | {"how": "a run"} for row in rows if row["flops_budget"] is None]
+        budget = row["flops_budget"]
+        if budget is None:
+            points.append(row | {"how": "a run"})
+        elif row["val_bpb"] is not None:
+            budgets.setdefault(budget, []).append(row)
+    for budget, of_budget in budgets.items():
+        points.append(best_of_budget(of_budget) | {"flops_budget": budget})
     return sorted(points, key=lambda point: point["flops"])
 
 
 def num_budgets(points: Sequence[Row]) -> int:
     """The number of budgets; points with almost the same FLOPs (see SAME) share one."""
-    return int(
-        (
-            np.diff(np.sort(np.log([point["flops"] for point in points])), prepend=-np.inf) > SAME
-        ).sum()
-    )
+    flops = np.sort(np.log(column(points, "flops")))
+    is_new = np.diff(flops, prepend=-np.inf) > SAME
+    return int(is_new.sum())
 
 
 def why_no_laws(rows: Sequence[Row], points: Sequence[Row]) -> str:
@@ -200,7 +198,8 @@ def power_law(points: Sequence[Row], what: str) -> Row:
     Also the standard error of the exponent: None for two budgets, where it would only measure how
     similar the runs of one budget are.
     """
-    x, y = (np.log([point[name] for point in points]) for name in ("flops", what))
+    x = np.log(column(points, "flops"))
+    y = np.log(column(points, what))
     exponent, level = np.polyfit(x, y, 1)
     error = None
     if num_budgets(points) > 2:
@@ -215,7 +214,7 @@ def power_law(points: Sequence[Row], what: str) -> Row:
     }
 
 
-def describe_law(law: Row) -> str:
+def formula(law: Row) -> str:
     """A law as a formula with its error."""
     spread = "only two budgets, so no standard error"
     if law["standard_error"] is not None:
@@ -234,19 +233,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parse_args(argv)
     rows = []
     for run_dir in map(find_run, dict.fromkeys(args.runs)):
-        if (row := read_row(run_dir)) is not None:
+        row = read_row(run_dir)
+        if row is not None:
             rows.append(row)
-        else:
-            print0(
-                f"skipped: {run_dir.name} has not completed; the command that started it resumes it"
-            )
+            continue
+        print0(f"skipped: {run_dir.name} has not completed; the command that started it resumes it")
     if not rows:
         raise ValueError("no run has completed; repeat the commands that started them")
     rows.sort(key=lambda row: (row["flops_budget"] or 0, row["params_scaling"], row["run"]))
+
+    # the laws
     points = points_of(rows)
+    laws = []
     why = why_no_laws(rows, points)
-    laws = [] if why else [power_law(points, what) for what in ("params_scaling", "tokens")]
-    points = [row | {"how": "a run"} for row in rows] if why else points
+    if why:
+        points = [row | {"how": "a run"} for row in rows]
+    else:
+        laws = [power_law(points, what) for what in ("params_scaling", "tokens")]
+
+    # the tables
     args.out.mkdir(parents=True, exist_ok=True)
     tables = {
         "results.csv": (COLUMNS, rows),
@@ -255,13 +260,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     }
     for name, (columns, lines) in tables.items():
         write_bytes(args.out / name, to_csv(columns, lines).encode())
-        print0(
-            *table(columns, [[line[column] for column in columns] for line in lines]), "", sep="\n"
-        )
-    print0(
-        *(f"{law['of']} = {describe_law(law)}" for law in laws) if laws else [f"no laws: {why}"],
-        sep="\n",
-    )
+        cells = [[line[name] for name in columns] for line in lines]
+        print0(*table(columns, cells), "", sep="\n")
+    for law in laws:
+        print0(f"{law['of']} = {formula(law)}")
+    if why:
+        print0(f"no laws: {why}")
     print0(f"written: {', '.join(str(args.out / name) for name in tables)}")
     return 0
 

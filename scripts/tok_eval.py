@@ -73,7 +73,13 @@ def load_peers() -> dict[str, RustBPETokenizer]:
 def bytes_per_token(tokenizer: Tokenizer, texts: list[str]) -> float:
     """Bytes of UTF-8 per token, not counting BOS."""
     ids, _ = tokenizer.encode_flat(texts)
-    return sum(len(text.encode()) for text in texts) / max(1, len(ids) - len(texts))
+    num_tokens = len(ids) - len(texts)
+    return num_bytes(texts) / max(1, num_tokens)
+
+
+def num_bytes(texts: list[str]) -> int:
+    """Bytes of UTF-8."""
+    return sum(len(text.encode()) for text in texts)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -101,24 +107,24 @@ def main(argv: list[str] | None = None) -> int:
     peers = load_peers()
     rows: list[list[str | int]] = []
     for name, texts in samples.items():
-        if any(tokenizer.decode(tokenizer.encode_one(text)[1:]) != text for text in texts[:100]):
-            raise ValueError(
-                f"sample {name!r}: decoding its tokens does not return the text; retrain the tokenizer"
-            )
+        for text in texts[:100]:
+            ids = tokenizer.encode_one(text)
+            if tokenizer.decode(ids[1:]) != text:
+                raise ValueError(
+                    f"sample {name!r}: decoding its tokens does not return the text; retrain the tokenizer"
+                )
         ours = bytes_per_token(tokenizer, texts)
-        rows.append([name, sum(len(text.encode()) for text in texts), f"{ours:.2f}"])
+        row: list[str | int] = [name, num_bytes(texts), f"{ours:.2f}"]
         for peer in peers.values():
             theirs = bytes_per_token(peer, texts)
-            rows[-1] += [f"{theirs:.2f}", f"{100 * (ours / theirs - 1):+.1f} %"]
+            row += [f"{theirs:.2f}", f"{100 * (ours / theirs - 1):+.1f} %"]
+        rows.append(row)
     print(
         f"tokenizer {tokenizer.fingerprint}, {tokenizer.get_vocab_size():,} tokens; bytes per token:"
     )
-    header = [
-        "text",
-        "bytes",
-        "ours",
-        *(word for name in peers for word in (name, f"ours vs {name}")),
-    ]
+    header = ["text", "bytes", "ours"]
+    for name in peers:
+        header += [name, f"ours vs {name}"]
     print(*table(header, rows), sep="\n")
     return 0
 

@@ -82,7 +82,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     ok(f"tokenizer {tokenizer.fingerprint}, {tokenizer.get_vocab_size():,} tokens")
     refused = False
     try:
-        check_free(run_path(settings.model_tag or ""))
+        check_free(run_path(settings.tag))
         start = inspect_run(settings, device)
     except ValueError as e:
         start = inspect_run(

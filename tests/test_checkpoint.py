@@ -241,6 +241,16 @@ def test_a_file_that_the_seal_does_not_list_is_not_read(whole, tmp_path):
 # ---- removed folders -----------------------------------------------------------------------------
 
 
+def test_a_halt_at_the_step_of_a_stop_replaces_it_and_keeps_its_checkpoint(tmp_path):
+    """Regression: the checkpoint of the stop was kept, so every launch set up and halted again."""
+    for status in ("stopped", "halted", "halted"):
+        stop = states(3)
+        stop["trainer_state"] = {**stop["trainer_state"], "status": status}
+        path = ckpt.Snapshot(3, **stop).write(tmp_path, "checkpoint-3-shutdown")
+    assert ckpt.read_seal(path)["status"] == "halted"
+    assert ckpt.verify_checkpoint(path.with_name("checkpoint-3"))["status"] == "stopped"
+
+
 def test_a_save_never_makes_the_run_directory(tmp_path, caplog):
     """Removed folders of a run are created again with a warning, but the run directory itself is
     not."""

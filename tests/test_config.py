@@ -497,6 +497,7 @@ OLD = {
     "log_every": 10,
     "row_losses": False,
     "tokenizer_dir": "x",
+    "object_storage_cache": "/cache",
     "split": None,
     "blend_weights": None,
     "eod_mask_loss": False,
@@ -520,6 +521,10 @@ def test_the_config_json_of_a_run_with_removed_settings_is_a_file_of_flags(tmp_p
     [
         ("--log-every=2", "every step is printed"),
         ("--no-row-losses", "the losses of rows are always kept"),
+        (
+            "--object-storage-cache=x",
+            "copies are in <base dir>/object_storage, and NANOCHAT_BASE_DIR",
+        ),
     ],
 )
 def test_a_removed_flag_is_refused_with_what_happens_now(capsys, flag, advice):

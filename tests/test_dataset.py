@@ -23,6 +23,7 @@ from nanochat.files import (
     find_files,
     split_weights,
 )
+from nanochat.integrations.megatron_settings import MegatronSettings
 from nanochat.run_order import order_of
 from nanochat.sources import check_files, open_data, scan
 from nanochat.splits import DataFile, describe_split, split_train_val
@@ -288,10 +289,13 @@ def test_hundreds_of_prefixes_are_longer_than_any_path_and_are_found(tmp_path):
     assert len(prefixes) > 4095
     assert len(split_train_val(data_at(prefixes), data_format="megatron")["train"]["data"]) == 59
     assert split_weights(prefixes) == (prefixes, None)
+    data = {"data_path": prefixes, "data_format": "megatron"}
     pinned = {}
-    for order, split in (("lanes", None), ("megatron", "60,40,0")):
-        settings = Settings(data_path=prefixes, data_format="megatron", order=order, split=split)
-        pinned[order] = order_of(settings).pin(settings)
+    for settings in (
+        Settings(**data),
+        MegatronSettings(**data, order="megatron", split="60,40,0"),
+    ):
+        pinned[settings.order] = order_of(settings).pin(settings)
     assert len(pinned["megatron"]["train"]) == 60
     assert (
         check_files(pinned["lanes"], data_at(prefixes).folder)["train"] == pinned["lanes"]["train"]

@@ -28,6 +28,13 @@ def test_every_script_is_listed_once_with_its_sentence(capsys):
     assert all(len(line) < 120 and len(line.split()) > 3 for line in lines)
 
 
+def test_commands_for_rare_occasions_are_listed_after_the_others(capsys):
+    assert help_.main([]) == 0
+    everyday, _, rare = capsys.readouterr().out.partition("Needed only occasionally:\n")
+    for name in ("convert_shards", "average", "sweep", "infer_bench"):
+        assert f"  {name} " in rare and f"  {name} " not in everyday
+
+
 def test_a_command_is_run_with_its_flags_and_its_exit_code(capsys, monkeypatch, tmp_path):
     monkeypatch.setattr(sys, "argv", [])
     monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path))

@@ -137,11 +137,12 @@ def test_every_entry_of_a_door_opens():
     """A door names its parts by strings, which no linter checks."""
     from nanochat.common import STORAGE, open_door
     from nanochat.order import ORDERS
-    from nanochat.run_journal import SINKS
+    from nanochat.sinks import PROFILE, SINKS
     from nanochat.sources import SOURCES
     from nanochat.tokenizer import TOKENIZERS
 
-    entries = [STORAGE, *SOURCES.values(), *ORDERS.values(), *TOKENIZERS.values(), *SINKS.values()]
+    tables = (SOURCES, ORDERS, TOKENIZERS, SINKS)
+    entries = [STORAGE, PROFILE, *(entry for table in tables for entry in table.values())]
     optional = {"tokenizers", "fastokens", "obstore"}  # packages of extras
     for entry in entries:
         try:

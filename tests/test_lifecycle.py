@@ -774,6 +774,61 @@ def test_an_inspection_at_the_same_moment_does_not_refuse_a_launch(tmp_path):
         assert claim(tmp_path).lost() == ""
 
 
+def test_a_refused_launch_removes_what_it_made_although_it_could_lock_only_at_the_second_try(
+    tmp_path,
+):
+    """Regression: the second try did not know what the first one had made."""
+    run_dir = tmp_path / "runs" / "run"
+    lock = run_owner._lock
+    tries = []
+
+    def second(file, kind):
+        tries.append(kind)
+        return len(tries) > 1 and lock(file, kind)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run_owner, "_lock", second)
+        claim(run_dir).release()
+    assert len(tries) == 2 and not run_dir.parent.exists()
+
+
+def test_a_file_that_another_launch_made_is_not_removed(tmp_path):
+    (tmp_path / OWNER_NAME).touch()
+    claim(tmp_path).release()
+    assert (tmp_path / OWNER_NAME).exists()
+
+
+def test_a_full_disk_refuses_a_launch_without_a_trace(tmp_path):
+    """Regression: half a record stayed, and with it the folder."""
+    run_dir = tmp_path / "runs" / "run"
+    owner = claim(run_dir)
+    file = owner._file
+    owner._file = mock.Mock(wraps=file, write=lambda record: file.write(record[:10]))
+    with pytest.raises(OSError, match="No space left"):
+        owner.sign()
+    owner.release()
+    assert not run_dir.parent.exists()
+
+
+def test_a_launch_that_begins_while_a_run_is_set_aside_loses_the_folder(tmp_path, monkeypatch):
+    run_dir = tmp_path / "run"
+    owner_of(run_dir).release()
+    first = claim(run_dir)
+    late = []
+    set_aside = run_owner.set_aside
+
+    def slow(path):
+        aside = set_aside(path)
+        late.append(claim(path))
+        return aside
+
+    monkeypatch.setattr(run_owner, "set_aside", slow)
+    first.set_aside()
+    assert not first.lost()
+    with pytest.raises(ValueError, match="a moment ago"):
+        late[0].sign()
+
+
 def test_a_launch_that_is_just_starting_is_not_confused_with_the_one_before(tmp_path):
     before = subprocess.run([sys.executable, "-c", OWN, tmp_path], input="", text=True, cwd=ROOT)
     assert before.returncode == 0

@@ -17,8 +17,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanochat.common import LAUNCH
-from nanochat.integrations import megatron_files, megatron_tables
-from nanochat.integrations.megatron import (
+from nanochat.integrations import (
+    megatron,
+    megatron_api,
+    megatron_files,
+    megatron_order,
+    megatron_tables,
+)
+from nanochat.integrations.megatron_api import (
+    BlendedMegatronDatasetBuilder,
     BlendedMegatronDatasetConfig,
     DType,
     GPTDataset,
@@ -35,7 +42,6 @@ from nanochat.integrations.megatron import (
     pad_id,
     split_matrix,
 )
-from nanochat.integrations.megatron_order import BlendedMegatronDatasetBuilder
 from nanochat.integrations.megatron_tables import cached, plan_order
 from nanochat.tokenizer import get_tokenizer
 from nanochat.tokens import open_tokens
@@ -867,3 +873,13 @@ def test_an_id_below_zero_is_an_error_and_not_padding(tmp_path):
     dataset = make(IndexedDataset(tmp_path / "a"), T=4)
     with pytest.raises(ValueError, match=r"p\.bin: sequence 1 holds the id -1, expected 0 or more"):
         _ = [dataset[i] for i in range(len(dataset))]
+
+
+def test_names_are_still_importable_where_they_once_were():
+    for name in ("GPTDataset", "GPTDatasetConfig", "IndexedDatasetBuilder", "get_bin_path"):
+        assert getattr(megatron, name) is getattr(megatron_api, name)
+    for name in ("BlendedDataset", "BlendedMegatronDatasetBuilder"):
+        assert getattr(megatron_order, name) is getattr(megatron_api, name)
+    for module in (megatron, megatron_order):
+        with pytest.raises(AttributeError):
+            _ = module.Zeal

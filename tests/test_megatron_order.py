@@ -5,6 +5,7 @@ import json
 from collections import Counter
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,12 +14,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanochat.dataloader import DataLoader, Dry
-from nanochat.integrations.megatron import GPTDataset, GPTDatasetConfig, normalize
+from nanochat.integrations.megatron_api import (
+    BlendedDataset,
+    BlendedMegatronDatasetBuilder,
+    GPTDataset,
+    GPTDatasetConfig,
+    Split,
+    normalize,
+)
 from nanochat.integrations.megatron_order import (
     SPLIT,
     WHOLE,
-    BlendedDataset,
-    BlendedMegatronDatasetBuilder,
     SampleConfig,
     SampleStream,
     find_pairs,
@@ -233,10 +239,27 @@ def test_documents_of_a_row_end_with_their_eod(pairs):
 # ---- the same for every W, B, restart and batch size ---------------------------------------------
 
 
+def as_megatron(config, sources):
+    """The samples of a run as megatron-core's classes give them."""
+    pairs = list(sources.values())
+    names = [Path(p.manifest["root"]) / p.manifest["files"][0]["name"] for p in pairs]
+    settings = GPTDatasetConfig(
+        random_seed=config.seed,
+        sequence_length=config.T,
+        blend=([str(name.with_suffix("")) for name in names], config.weights),
+        split=config.split,
+        tokenizer=SimpleNamespace(eod=pairs[0].bos),
+        eod_mask_loss=config.eod_mask_loss,
+    )
+    sizes = (config.num_samples, 0, 0)
+    builder = BlendedMegatronDatasetBuilder(GPTDataset, sizes, lambda: True, settings)
+    return builder.build_split(Split.train)
+
+
 def digests_of(config, sources, first, rows):
     """The digests of steps of `rows` rows, from sample `first` on, by the definition of the
     digest."""
-    samples, digests = open_samples(config, sources), []
+    samples, digests = as_megatron(config, sources), []
     for at in range(first, config.num_samples - rows + 1, rows):
         total = 0
         for i in range(rows):

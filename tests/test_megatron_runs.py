@@ -9,14 +9,13 @@ from functools import partial
 import pytest
 
 from nanochat.common import read_json
-from nanochat.integrations.megatron import GPTDataset
-from nanochat.integrations.megatron_order import open_samples
+from nanochat.integrations.megatron_api import GPTDataset
 from nanochat.start_run import open_run
 from nanochat.tokenizer import RustBPETokenizer
 from scripts import inspect_data, receipt, validate, verify
 from tests import training
 from tests.finished import command as command_line
-from tests.test_megatron_order import digests_of
+from tests.test_megatron_order import as_megatron, digests_of
 from tests.token_files import write_megatron
 from tests.training import (
     all_steps,
@@ -256,7 +255,7 @@ def test_inspect_data_finds_digests_documents_and_accounts(capsys):
     assert [line["match"] for line in lines] == [True] * 7
     row = json.loads(inspect(capsys, "rows", path, "--step=7", "--row=5", "--json", "--text"))
     data, config, _ = open_run(path)
-    sample = open_samples(config, data.train)[7 * R + 5]
+    sample = as_megatron(config, data.train)[7 * R + 5]
     ids = [*sample["tokens"].tolist(), int(sample["labels"][-1])]
     assert (row["lane"], row["bucket"]) == (2, "ab"[int(sample["dataset_id"])])
     assert "".join(place["text"] for place in row["documents"]) == data.tokenizer.decode(ids)

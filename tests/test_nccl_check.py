@@ -68,7 +68,7 @@ def test_processes_share_a_gpu_through_gloo_only_if_there_are_too_few(
 
 
 def lose_a_broadcast():
-    nccl_check.share = lambda tensor: None
+    nccl_check.broadcast = lambda tensor: None
 
 
 def test_a_collective_that_delivers_nothing_fails():

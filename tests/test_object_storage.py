@@ -35,7 +35,7 @@ from nanochat.common import (
 )
 from nanochat.files import data_at, find_files
 from nanochat.integrations import object_storage
-from nanochat.integrations.megatron import IndexedDatasetBuilder
+from nanochat.integrations.megatron_api import IndexedDatasetBuilder
 from nanochat.integrations.object_storage import (
     Patience,
     RemotePath,
@@ -693,8 +693,8 @@ def test_profiles_of_multi_storage_client(monkeypatch, real, tmp_path):
 WORKERS = """
 import sys
 import torch
-from nanochat.integrations.megatron_order import BlendedMegatronDatasetBuilder
-from nanochat.integrations.megatron import GPTDataset, GPTDatasetConfig
+from nanochat.integrations.megatron_api import BlendedMegatronDatasetBuilder
+from nanochat.integrations.megatron_api import GPTDataset, GPTDatasetConfig
 
 if __name__ == "__main__":
     config = GPTDatasetConfig(random_seed=1, sequence_length=8, blend=(sys.argv[1:], None), split="1,0,0")

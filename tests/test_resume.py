@@ -10,6 +10,7 @@ import os
 import re
 import shutil
 import sys
+import time
 import types
 from functools import partial
 from unittest import mock
@@ -475,6 +476,38 @@ def test_a_failed_evaluation_is_logged_and_the_run_completes(
     assert [event["step"] for event in failed] == failures
     assert "out of memory" in failed[-1]["reason"] and f"step 4: {what} failed: " in outcome.out
     assert checkpoints() == ["final"] and len(digests()) == 4 and len(events("completed")) == 1
+
+
+def test_a_bug_in_a_step_keeps_its_traceback_and_is_logged_as_a_failure(monkeypatch):
+    """Regression: a division by zero anywhere in the loop counted as a diverged loss."""
+    monkeypatch.setattr(base_train, "log_step", lambda *args, **how: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        training.run(**SHORT)
+    assert [event["reason"] for event in events("failed")] == [
+        "ZeroDivisionError: division by zero"
+    ]
+    assert training.state()["status"] == "failed"
+
+
+def test_a_save_that_is_finished_while_a_run_fails_is_logged(monkeypatch):
+    """Regression: its event was lost."""
+    one_step = base_train.one_step
+    write = checkpoint.Snapshot.write
+
+    def fail_in_step_2(run, parts, *others):
+        if parts.progress.step == 2:
+            raise ValueError("out of luck")
+        one_step(run, parts, *others)
+
+    def slow(*args):
+        time.sleep(0.5)
+        return write(*args)
+
+    monkeypatch.setattr(base_train, "one_step", fail_in_step_2)
+    monkeypatch.setattr(checkpoint.Snapshot, "write", slow)
+    assert "out of luck" in refuse(**{**SHORT, "save_every": 2})
+    assert [event["checkpoint"] for event in events("saved")] == ["checkpoint-2"]
+    assert [event["reason"] for event in events("failed")] == ["ValueError: out of luck"]
 
 
 def test_if_an_evaluation_fails_on_one_rank_the_other_does_not_wait():

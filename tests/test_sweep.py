@@ -107,10 +107,7 @@ def test_a_known_law_is_recovered_within_its_error():
             abs(law["exponent"] - 0.5) < max(0.01, 3 * law["standard_error"])
             and law["standard_error"] < 0.01
         )
-        assert (
-            f"(exponent ± {law['standard_error']:.2g}, one standard error)"
-            in sweep.describe_law(law)
-        )
+        assert f"(exponent ± {law['standard_error']:.2g}, one standard error)" in sweep.formula(law)
         [line] = csv.DictReader(sweep.to_csv(sweep.LAW_COLUMNS, [law]).splitlines())
         assert float(line["standard_error"]) == law["standard_error"], "fit.csv contains the error"
     assert sweep.power_law(points, "params_scaling")["factor"] == pytest.approx(0.1, rel=0.3)

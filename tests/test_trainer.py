@@ -119,9 +119,11 @@ def waits_of_a_step(**changed):
         progress=trainer.Progress(step=20, window=[(2.0, 1.0)] * 20),
     )
     with Waits() as waits:
-        rows, complete, _ = forward_backward(run)
-        trainer.take_step(run, rows, dry=not complete, stop=False, unsaved=False, save=False)
-    assert complete and all(p.grad is None for p in model.parameters())
+        rows, shortage = forward_backward(run)
+        trainer.take_step(
+            run, rows, dry=shortage is not None, stop=False, unsaved=False, save=False
+        )
+    assert shortage is None and all(p.grad is None for p in model.parameters())
     return waits.seen
 
 

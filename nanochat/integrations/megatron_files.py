@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import DTypeLike
 
 from nanochat.common import LAUNCH, is_remote
 from nanochat.pretokenize import MegatronWriter
@@ -38,7 +39,7 @@ class DType(Enum):
     uint16 = 8
 
     @classmethod
-    def code_from_dtype(cls, value: Any) -> int:
+    def code_from_dtype(cls, value: DTypeLike) -> int:
         """The code of a NumPy type."""
         return cls[np.dtype(value).name].value
 
@@ -48,12 +49,12 @@ class DType(Enum):
         return getattr(np, cls(value).name)
 
     @staticmethod
-    def size(key: Any) -> int:
+    def size(key: DTypeLike | int) -> int:
         """Bytes of an id, from the NumPy type or its code."""
         return np.dtype(DType.dtype_from_code(key) if isinstance(key, int) else key).itemsize
 
     @staticmethod
-    def optimal_dtype(cardinality: int | None) -> Any:
+    def optimal_dtype(cardinality: int | None) -> type[np.generic]:
         """The type for a vocabulary of `cardinality` ids: as in megatron-core, uint16 below 65,500,
         else int32."""
         return np.uint16 if cardinality is not None and cardinality < 65500 else np.int32
@@ -231,7 +232,7 @@ class IndexedDatasetBuilder:
     `multimodal`, each sequence has a mode (default: 0). ValueError for ids that the type cannot
     hold; ids never wrap around."""
 
-    def __init__(self, bin_path: Path | str, dtype: Any = np.int32, multimodal: bool = False):
+    def __init__(self, bin_path: Path | str, dtype: DTypeLike = np.int32, multimodal: bool = False):
         self._writer = MegatronWriter(str(bin_path).removesuffix(".bin"), dtype=dtype)
         self._writer.modes = array("b") if multimodal else None
         self._open = 0  # sequences of the open document

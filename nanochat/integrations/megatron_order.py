@@ -28,31 +28,31 @@ Rejected: cutting the valid split into samples as well. Its bits per byte would 
 number of samples.
 """
 
-import functools
-import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from nanochat.common import as_path, each, get_base_dir, hash_json, is_remote
+from nanochat.common import as_path, each, get_base_dir, hash_json, is_remote, open_door
 from nanochat.config import Settings
 from nanochat.curriculum import Mixer
 from nanochat.files import check_format, data_at, list_files
 from nanochat.integrations.megatron import (
-    GPTDataset,
-    GPTDatasetConfig,
+    BlendedSamples,
     Part,
+    SampleRules,
+    Samples,
     Split,
-    normalize,
+    check_blend,
+    plan_blend,
+    sequences_of,
     split_matrix,
 )
+from nanochat.integrations.megatron_files import IndexedDataset
 from nanochat.integrations.megatron_settings import MegatronSettings
-from nanochat.integrations.megatron_tables import blend_sources, cached
 from nanochat.rows import Row
 from nanochat.schedule import Horizon
 from nanochat.sources import Manifest, Manifests, Source, scan_files
@@ -61,178 +61,10 @@ from nanochat.stream import FORMAT, Cursor, LaneState, check_cursors, stream_ide
 from nanochat.tokens import TokenFile, to_offsets
 
 if TYPE_CHECKING:
-    import torch
+    pass
 
 # the default --split, Megatron's; and the one used if validation has its own files
 SPLIT, WHOLE = "969,30,1", "1,0,0"
-
-
-# ---- blends --------------------------------------------------------------------------------------
-
-
-class BlendedDataset:
-    """A mix of several data sets: `size` samples in the proportions of `weights`; or, if `size` is
-    None, all samples, and `weights` are the number of samples in each data set. `dataset[i]` is a
-    dict of tensors and `dataset_id`. ValueError if a data set has too few samples."""
-
-    def __init__(
-        self,
-        datasets: Sequence[GPTDataset],
-        weights: Sequence[float],
-        size: int | None,
-        config: GPTDatasetConfig,
-    ):
-        self.datasets = list(datasets)
-        self.config = config
-        self.size = size
-        self.split = datasets[0].index_split
-        limits: list[int] | None = None
-        if size is None:
-            limits = [int(weight) for weight in weights]
-            total = sum(limits)
-            shares = [n / total for n in limits]
-            self.weights = list(weights)
-        else:
-            total = size
-            shares = normalize(weights)
-            self.weights = shares
-
-        content = hash_json([shares, total, limits])
-        name = f"{content}-{type(self).__name__}-{self.split.name}"
-        tables = cached(config.path_to_cache, name, lambda: blend_sources(shares, total, limits))
-        self.dataset_index = tables["dataset_index"]  # (samples,) int16: the data set of sample i
-        # (samples,) int64: its sample there
-        self.dataset_sample_index = tables["dataset_sample_index"]
-
-        for dataset, count in zip(self.datasets, self.counts(total)):
-            if count > len(dataset):
-                raise ValueError(
-                    f"blend, split {self.split.name}: it takes {count:,} samples from "
-                    f"{dataset.dataset_path}, which has {len(dataset):,}; raise mid_level_dataset_surplus"
-                )
-
-    def identity(self) -> dict[str, Any]:
-        """Everything that decides the contents of every sample, as JSON values."""
-        return {
-            "weights": self.weights,
-            "size": self.size,
-            "datasets": [dataset.identity() for dataset in self.datasets],
-        }
-
-    def __len__(self) -> int:
-        return len(self.dataset_index)
-
-    def counts(self, stop: int) -> list[int]:
-        """See `GPTDataset.counts`."""
-        taken = self.dataset_index[:stop]
-        return np.bincount(taken, minlength=len(self.datasets)).tolist()
-
-    def locate(self, i: int) -> tuple[int, int]:
-        """See `GPTDataset.locate`."""
-        if not 0 <= i < len(self):
-            raise IndexError(f"sample {i:,}: the blend has {len(self):,} samples")
-        dataset = int(self.dataset_index[i])
-        sample = int(self.dataset_sample_index[i])
-        return dataset, sample
-
-    def __getitem__(self, idx: int) -> "dict[str, torch.Tensor | np.int16]":
-        i = int(idx)
-        if i < 0:
-            i += len(self)
-        dataset, sample = self.locate(i)
-        return {"dataset_id": np.int16(dataset), **self.datasets[dataset][sample]}
-
-
-class BlendedMegatronDatasetBuilder:
-    """`BlendedMegatronDatasetBuilder(GPTDataset, sizes, lambda: True, config).build()`: the data
-    sets of train, valid and test. `sizes`: the number of samples of each, None for all. No call is
-    collective. ValueError or FileNotFoundError for bad settings or files."""
-
-    def __init__(
-        self,
-        cls: type[GPTDataset],
-        sizes: Sequence[int | None],
-        is_built_on_rank: Callable[[], bool],
-        config: GPTDatasetConfig,
-    ):
-        are_counts = all(size is None or size >= 0 for size in sizes)
-        if len(sizes) != len(Split) or not are_counts:
-            names = ", ".join(split.name for split in Split)
-            raise ValueError(
-                f"sizes: got {list(sizes)}, expected a number of samples or None for each of {names}"
-            )
-        self.cls = cls
-        self.sizes = list(sizes)
-        self.config = config
-        self.is_built_on_rank = is_built_on_rank
-        self._open = functools.cache(lambda prefix: cls.build_low_level_dataset(prefix, config))
-
-    def build(self) -> list[Any]:
-        """A data set for each split; None for a split without data, and on ranks without data. With
-        `multiple_validation_sets`, the entry of valid is a list of data sets."""
-        return [self.build_split(split) if self.is_built_on_rank() else None for split in Split]
-
-    def build_split(self, split: Split) -> Any:
-        """The data set of one split."""
-        config = self.config
-        size = self.sizes[split.value]
-        part = config.split_matrix[split.value]
-        if part is None:
-            return None
-        if config.mock:
-            return self._of_prefix("mock data", part, size, split)
-
-        per_split = config.blend_per_split
-        blend = config.blend if per_split is None else per_split[split.value]
-        assert blend is not None
-        prefixes, weights = blend
-        has_weights = weights is not None and not per_split
-        if len(prefixes) == 1 and not has_weights:  # one prefix is not a blend
-            return self._of_prefix(prefixes[0], part, size, split)
-        is_separate = per_split and config.multiple_validation_sets
-        if is_separate and split is Split.valid:
-            return [self._of_prefix(prefix, part, size, split) for prefix in prefixes]
-
-        if weights is None:
-            return self._unweighted(prefixes, part, size, split)
-        if size is None:
-            raise ValueError(
-                f"blend: got weights and no number of samples for split {split.name}, expected both or "
-                f"neither"
-            )
-        shares = normalize(weights)
-        surplus = 1 + config.mid_level_dataset_surplus
-        taken = [math.ceil(size * share) for share in shares]
-        datasets = []
-        for prefix, count in zip(prefixes, taken):
-            prepared = math.ceil(count * surplus)
-            datasets.append(self._of_prefix(prefix, part, prepared, split))
-        return BlendedDataset(datasets, shares, sum(taken), config)
-
-    def _unweighted(
-        self, prefixes: Sequence[str], part: tuple[float, float], size: int | None, split: Split
-    ) -> BlendedDataset:
-        """One pass over each prefix, cut after `size` samples."""
-        datasets = [self._of_prefix(prefix, part, None, split) for prefix in prefixes]
-        lengths = [len(dataset) for dataset in datasets]
-        if 0 in lengths:
-            empty = prefixes[lengths.index(0)]
-            raise ValueError(
-                f"blend: {empty} has no sample of {self.config.sequence_length} "
-                f"tokens in split {split.name}; remove it, or set weights"
-            )
-        total = None if size is None else min(size, sum(lengths))
-        return BlendedDataset(datasets, lengths, total, self.config)
-
-    def _of_prefix(
-        self, prefix: str, part: tuple[float, float], size: int | None, split: Split
-    ) -> GPTDataset:
-        """A split of one pair of files, rounded to whole sequences."""
-        opened = self._open(prefix)
-        num_sequences = float(len(opened.sequence_lengths))
-        begin, end = part
-        indices = range(round(begin * num_sequences), round(end * num_sequences))
-        return self.cls(opened, prefix, indices, size, split, self.config)
 
 
 # ---- a run's data --------------------------------------------------------------------------------
@@ -432,27 +264,35 @@ def _prefix(manifest: Manifest) -> str:
     return str(file).removesuffix(".bin")
 
 
-def open_samples(
-    config: SampleConfig, sources: Mapping[str, Source]
-) -> GPTDataset | BlendedDataset:
+def open_samples(config: SampleConfig, sources: Mapping[str, Source]) -> Samples | BlendedSamples:
     """The data set whose sample i is row i of a run. `sources`: for each bucket, the source of a
     single pair. Reads no token and does not shuffle yet. ValueError for bad settings or data, and
     for fewer samples than the run takes."""
     pairs = list(sources.values())
     prefixes = [_prefix(source.manifest) for source in pairs]
+    part = split_matrix(config.split)[Split.train.value]
+    assert part is not None, "find_pairs refuses such a split"
+
+    def open_part(prefix: str, num_samples: int | None) -> Samples:
+        file = IndexedDataset(prefix)
+        indices = sequences_of(part, len(file.sequence_lengths))
+        return Samples(file, prefix, indices, num_samples, Split.train.name, rules)
+
+    samples: Samples | BlendedSamples
     try:
-        dataset_config = GPTDatasetConfig(
-            random_seed=config.seed,
-            sequence_length=config.T,
-            blend=(prefixes, config.weights),
-            split=config.split,
-            tokenizer=SimpleNamespace(eod=pairs[0].bos),
-            path_to_cache=config.index_cache,
+        check_blend(prefixes, config.weights)
+        rules = SampleRules(
+            T=config.T,
+            seed=config.seed,
+            eod=pairs[0].bos,
             eod_mask_loss=config.eod_mask_loss,
+            cache=config.index_cache,
         )
-        sizes = (config.num_samples, 0, 0)
-        builder = BlendedMegatronDatasetBuilder(GPTDataset, sizes, lambda: True, dataset_config)
-        samples = builder.build_split(Split.train)
+        if len(prefixes) == 1 and config.weights is None:  # one prefix is not a blend
+            samples = open_part(prefixes[0], config.num_samples)
+        else:
+            plan = plan_blend(open_part, prefixes, config.weights, config.num_samples)
+            samples = BlendedSamples(plan.datasets, plan.weights, plan.size, config.index_cache)
     except ValueError as e:
         raise ValueError(f"--order megatron: {e}") from e
     if len(samples) < config.num_samples:
@@ -497,14 +337,14 @@ class SamplePiece(NamedTuple):
     stop: int
 
 
-def _ids_before(part: GPTDataset, document: int, sequence: int) -> int:
+def _ids_before(part: Samples, document: int, sequence: int) -> int:
     """Ids of a document in front of one of its sequences."""
     first = part.dataset.document_indices[document]
     lengths = part.dataset.sequence_lengths[first:sequence]
     return int(lengths.sum(dtype=np.int64))
 
 
-def _pieces_in_stream(part: GPTDataset, document: int, T: int) -> list[SamplePiece]:
+def _pieces_in_stream(part: Samples, document: int, T: int) -> list[SamplePiece]:
     """The pieces of a document in the stream of epochs of a data set, whose sample k has tokens kT
     .. kT + T."""
     first, end = part.dataset.document_indices[document : document + 2].tolist()
@@ -705,7 +545,7 @@ class SampleStream:
         # which samples of the run come from this data set, and which samples of the data set they
         # are
         run_samples = own_samples = np.arange(self.config.num_samples)
-        if isinstance(self.samples, BlendedDataset):
+        if isinstance(self.samples, BlendedSamples):
             of_run = self.samples.dataset_index[: len(run_samples)]
             run_samples = run_samples[of_run == number]
             own_samples = self.samples.dataset_sample_index[run_samples]
@@ -727,3 +567,10 @@ class SampleStream:
         part = self.samples.datasets[number]
         end = part.dataset.document_indices[document + 1]
         return _ids_before(part, document, end)
+
+
+def __getattr__(name: str) -> Any:
+    """megatron-core's names that were once here, for own code that imports them."""
+    if name not in ("BlendedDataset", "BlendedMegatronDatasetBuilder"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return open_door(f"nanochat.integrations.megatron_api:{name}")

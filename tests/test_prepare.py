@@ -102,13 +102,15 @@ def test_rows_keep_the_file_and_the_line_they_came_from(tmp_path):
 def test_a_row_of_parquet_with_nulls_keeps_its_number(tmp_path):
     path = write_parquet(tmp_path / "a.parquet", ["one", None, "two", None, "three"], 2)
     source = open_source(scan(path), ByteTokenizer())
-    assert [source.line_of(0, row) for row in range(3)] == [1, 3, 5]
+    assert [source.origin_of(0, row) for row in range(3)] == [
+        ("a.parquet", line) for line in (1, 3, 5)
+    ]
 
 
 def test_the_part_of_a_txt_file_for_validation_keeps_its_line(tmp_path):
     (tmp_path / "a.txt").write_text("one\ntwo\nthree\nfour\n")
     manifest = scan(tmp_path, selection=Selection(val_fraction=0.3, part="val"))
-    assert open_source(manifest, ByteTokenizer()).line_of(0, 0) == 4
+    assert open_source(manifest, ByteTokenizer()).origin_of(0, 0) == ("a.txt", 4)
 
 
 def test_ordinary_parquet_beside_other_kinds_is_read_where_it_is(data):
@@ -469,7 +471,7 @@ def test_a_run_on_jsonl_resumes_with_the_same_digests_after_its_folder_is_remove
 
         capsys.readouterr()
         assert inspect_data.main(["find", "run", "--document=a.jsonl:5"]) == 0
-        assert "it begins at line 7 of the file" in capsys.readouterr().out
+        assert "it begins at line 7 of a.jsonl" in capsys.readouterr().out
         assert inspect_data.main(["rows", "run", "--step=0", "--json"]) == 0
         for line in capsys.readouterr().out.splitlines():
             for document in json.loads(line)["documents"]:

@@ -12,7 +12,6 @@ import pytest
 
 from nanochat import prepare
 from nanochat.files import data_at
-from nanochat.run_dir import iter_log
 from nanochat.sources import (
     check,
     check_files,
@@ -481,4 +480,11 @@ def test_a_run_on_jsonl_resumes_with_the_same_digests_after_its_folder_is_remove
         check_receipt = [str(base / "r.json"), f"--data-path={text}", "--steps=0,3"]
         assert verify.main(check_receipt) == 0
         assert verify.main([str(base / "runs/run")]) == 0
-        assert [r for r in iter_log(training.log_file()) if "digest" in r]
+
+        content = (text / "a.jsonl").read_text()
+        (text / "a.jsonl").write_text(content.replace("the", "teh", 1))
+        capsys.readouterr()
+        assert verify.main([str(base / "runs/run")]) == 1
+        assert f"{text}/a.jsonl: it has changed" in capsys.readouterr().out
+        assert verify.main(check_receipt) == 1
+        assert f"{text}/a.jsonl: its contents have changed" in capsys.readouterr().out

@@ -144,7 +144,7 @@ class FileSource(Source):
     """Files with one document per line."""
 
     @staticmethod
-    def scan_file(path, name, selection):
+    def scan_file(path, name, text_field):
         data = path.read_bytes()
         return {"name": name, "size": len(data), "footer": hashlib.sha256(data).hexdigest(),
                 "groups": [data.count(b"\\n")]}

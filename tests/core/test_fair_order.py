@@ -16,12 +16,12 @@ import torch
 from nanochat.order import StreamConfig, default_lanes, fed_lanes
 from nanochat.packing import BestFit
 from nanochat.stream import Stream
+from tests.spec.test_order import V
 from tests.toy import MemorySource
 
 LEVEL = 0.001
 # steps of V rows
 T = 64
-V = 8
 STEPS = 100
 GROUPS, GROUP = 400, 16
 EDGES = (8, 20, 40, T + 1)  # of the classes of length, tokens with BOS
@@ -180,44 +180,6 @@ def test_the_same_folder_shuffled_by_files_fails_the_test():
 
 
 # ---- how many lanes ------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "documents, mean, lanes",
-    [
-        (6_400, 700, 8),  # little data: never fewer than 8
-        (100_000, 100, 32),
-        (1_000_000, 100, 64),
-        (1_000_000, 20_000, 64),
-        (20_000, 20_000, 8),
-    ],
-)
-def test_default_lanes_follow_from_the_data(documents, mean, lanes):
-    fed = fed_lanes(np.full(10, documents // 10), np.full(10, mean), T=512)
-    assert default_lanes(256, fed=fed) == lanes
-
-
-@pytest.mark.parametrize(
-    "R, fed, W, V",
-    [
-        # up to 64
-        *((R, 64, 1, V) for R, V in ((1, 1), (64, 64), (128, 64), (96, 48), (127, 1), (130, 26))),
-        (64, 100, 1, 64),
-        (64, 20, 1, 16),
-        (64, 0, 1, 8),
-        (64, 0, 16, 16),
-        (60, 0, 1, 10),
-        (60, 12, 1, 12),
-        (4, 0, 1, 4),
-        (7, 3, 1, 7),
-        (500, 64, 1, 50),
-        (64, 9, 12, 16),
-    ],
-)
-def test_default_lanes_divide_the_rows_and_little_data_gives_at_least_eight_or_one_per_process(
-    R, fed, W, V
-):
-    assert default_lanes(R, fed=fed, world_size=W) == V
 
 
 def test_with_the_default_lanes_at_most_a_tenth_of_a_share_is_pending():

@@ -3,7 +3,6 @@ split, empty files, nulls."""
 
 import errno
 import gzip
-import json
 import os
 from pathlib import PurePosixPath
 
@@ -11,35 +10,17 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from nanochat.files import DataPath, data_at, find_files, walk
+from nanochat.files import DataPath, data_at, find_files
 from nanochat.sources import check, scan
 from nanochat.splits import describe_split, files_of, pin_files, split_train_val, stated_splits
 from nanochat.text import Selection
 from nanochat.text_kinds import read_texts
 from nanochat.tokens import HEADERS
+from tests.spec.test_files import names_of, write
 from tests.token_files import write_megatron, write_pair
 from tests.toy import write_parquet
 
 pytestmark = pytest.mark.usefixtures("base_dir")
-
-
-def write(folder, *names, texts=("one", "two")):
-    """Small files of text, of the kind that their names say."""
-    for name in names:
-        path = folder / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        lines = "".join(json.dumps({"text": text}) + "\n" for text in texts).encode()
-        if name.lower().endswith(".parquet"):
-            write_parquet(path, list(texts))
-        elif name.endswith(".gz"):
-            path.write_bytes(gzip.compress(lines))
-        else:
-            path.write_bytes(lines)
-    return folder
-
-
-def names_of(folder, data_format="text"):
-    return [file.relative_to(folder).as_posix() for file in find_files(folder, data_format)]
 
 
 def split_names(folder, *args, **kwargs):
@@ -57,39 +38,10 @@ def split_names(folder, *args, **kwargs):
 # ---- links ---------------------------------------------------------------------------------------
 
 
-def test_a_linked_folder_is_read_like_a_folder(tmp_path):
-    write(tmp_path / "disk/web", "b.parquet", "deep/c.parquet")
-    write(tmp_path / "data", "a.parquet")
-    (tmp_path / "data/web").symlink_to(tmp_path / "disk/web")
-    assert names_of(tmp_path / "data") == ["a.parquet", "web/b.parquet", "web/deep/c.parquet"]
-    pinned = pin_files(tmp_path / "data", tmp_path / "data/a.parquet")["train"]["data"]
-    assert [entry["name"] for entry in pinned["files"]] == names_of(tmp_path / "data") and check(
-        pinned
-    ) == pinned
-
-
-@pytest.mark.parametrize("target", ["sub", "."])
-def test_links_in_a_circle_end(tmp_path, target):
-    folder = write(tmp_path / "data", "a.parquet", "sub/b.parquet")
-    (folder / "sub/again").symlink_to(folder / target)
-    assert names_of(folder) == ["a.parquet", "sub/b.parquet"]
-
-
 def test_a_link_to_itself_is_a_dangling_link(tmp_path):
     folder = write(tmp_path / "data", "a.parquet")
     (folder / "self.parquet").symlink_to(folder / "self.parquet")
     with pytest.raises(FileNotFoundError, match=r"1 link below it .*: self\.parquet"):
-        find_files(folder)
-
-
-@pytest.mark.parametrize("name", ["b.parquet", "B.JSONL", "web", "wiki.2024", "c.csv"])
-def test_a_dangling_link_that_may_have_held_data_is_an_error(tmp_path, name):
-    folder = write(tmp_path / "data", "a.parquet")
-    (folder / name).symlink_to(tmp_path / "blobs/1f3a")
-    with pytest.raises(
-        FileNotFoundError,
-        match=rf"1 link below it .* not exist: {name} \(-> .*1f3a\).*git annex get",
-    ):
         find_files(folder)
 
 
@@ -144,41 +96,7 @@ def test_a_folder_that_cannot_be_read_is_an_error(tmp_path, monkeypatch):
         find_files(folder)
 
 
-def test_walking_reports_folders_files_and_dangling_links(tmp_path):
-    folder = write(tmp_path / "data", "x/a.parquet", ".git/b.parquet")
-    (folder / "gone").symlink_to("nowhere")
-    kinds = {
-        entry.path.relative_to(folder).as_posix(): (entry.kind, entry.linked)
-        for entry in walk(folder)
-    }
-    assert kinds == {
-        "x": ("folder", False),
-        "x/a.parquet": ("file", False),
-        "gone": ("dangling", True),
-    }
-
-
 # ---- which files are data ------------------------------------------------------------------------
-
-
-def test_names_that_begin_with_an_underscore_or_a_dot_are_not_data(tmp_path, caplog):
-    folder = write(
-        tmp_path,
-        "a.parquet",
-        "b.parquet",
-        "_temporary/0/p.parquet",
-        ".spark/p.parquet",
-        "_c.parquet",
-        "x/_logs/q.jsonl",
-        "_SUCCESS",
-        "._d.parquet",
-    )
-    assert names_of(folder) == ["a.parquet", "b.parquet"]
-    split_train_val(data_at(folder))
-    assert (
-        "3 files that could be data are not read: _c.parquet, _temporary/0/p.parquet, x/_logs/q.jsonl "
-        "(a name begins with _)"
-    ) in caplog.text
 
 
 def test_a_hidden_data_path_is_read(tmp_path):
@@ -189,17 +107,6 @@ def test_a_pair_that_megatron_names_with_an_underscore_is_data(tmp_path):
     write_megatron(tmp_path / "_text_document", [[[1]]])
     write_megatron(tmp_path / "_temporary/b", [[[1]]])
     assert names_of(tmp_path, "megatron") == ["_text_document.bin"]
-
-
-@pytest.mark.parametrize(
-    "name", ["a.ndjson", "a.NDJSON.GZ", "a.json", "a.json.gz", "a.JSONL", "a.Parquet", "a.jsonl.GZ"]
-)
-def test_json_lines_and_capital_suffixes_are_read(tmp_path, name):
-    folder = write(tmp_path, name.lower())
-    (folder / name.lower()).rename(folder / name)
-    [file] = find_files(folder)
-    assert list(read_texts(file)) == ["one", "two"]
-    assert sum(scan(folder)["files"][0]["groups"]) == 2
 
 
 def test_text_in_capital_suffixes_is_read(tmp_path):
@@ -258,16 +165,6 @@ def test_one_line_lists_all_files_that_could_be_data(tmp_path, caplog):
         f"{folder}: 7 files that could be data are not read: 0.csv, 1.csv, 2.csv and 4 more (not a kind of "
         f"file that is read)"
     )
-
-
-def test_a_folder_with_only_files_that_are_not_read_says_why(tmp_path):
-    write(tmp_path, "_temporary/a.parquet")
-    with pytest.raises(
-        FileNotFoundError,
-        match=r"no \.parquet.* file below it \(1 file that could be data is not "
-        r"read: _temporary/a\.parquet \(a name.*check --data-path",
-    ):
-        find_files(tmp_path)
 
 
 # ---- names that state a split --------------------------------------------------------------------

@@ -25,9 +25,8 @@ from nanochat.splits import pin_files
 from nanochat.text import Selection
 from scripts import inspect_data, receipt, verify
 from tests import training
-from tests.toy import ByteTokenizer, some_texts, write_jsonl, write_parquet
-
-DOCUMENTS = some_texts(60, seed=4, longest=40)
+from tests.spec.test_prepare import DOCUMENTS, folders, places
+from tests.toy import ByteTokenizer, write_jsonl, write_parquet
 
 
 @pytest.fixture(autouse=True)
@@ -60,42 +59,7 @@ def converted(monkeypatch):
     return names
 
 
-def places(manifest):
-    return [entry["parquet"] for entry in manifest["files"]]
-
-
-def folders(base_dir):
-    return sorted((base_dir / "prepared").iterdir())
-
-
 # ---- the folder ----------------------------------------------------------------------------------
-
-
-def test_a_prepared_folder_is_data_like_any_other(data, base_dir):
-    manifests = pin_files(data)
-    [folder] = folders(base_dir)
-    assert sorted(path.name for path in folder.iterdir() if path.name[0] != ".") == [
-        "prepared.json",
-        "train",
-        "val",
-    ]
-    again = pin_files(folder)
-    for split in ("train", "val"):
-        ours, theirs = manifests[split]["data"], again[split]["data"]
-        assert fingerprint(ours) == fingerprint(theirs)
-        assert not any("parquet" in entry for entry in theirs["files"])
-
-
-def test_rows_keep_the_file_and_the_line_they_came_from(tmp_path):
-    path = tmp_path / "web" / "a.jsonl"
-    path.parent.mkdir()
-    path.write_text('{"text": "one"}\n\n{broken\n{"text": "two"}\n')
-    [place] = places(scan(tmp_path))
-    assert pq.read_table(place).to_pydict() == {
-        "text": ["one", "two"],
-        "from_file": ["web/a.jsonl"] * 2,
-        "from_line": [1, 4],
-    }
 
 
 def test_a_row_of_parquet_with_nulls_keeps_its_number(tmp_path):
@@ -132,23 +96,6 @@ def test_folders_train_and_val_of_the_user_are_not_repeated(tmp_path, base_dir):
 
 
 # ---- once ----------------------------------------------------------------------------------------
-
-
-def test_nothing_is_converted_twice(data, converted):
-    first = scan(data)
-    assert scan(data) == check(first) == first
-    assert sorted(converted) == ["a.jsonl", "b.jsonl", "c.jsonl"]
-
-
-def test_a_changed_file_alone_is_converted_again(data, converted):
-    before = places(scan(data))
-    write_jsonl(data / "b.jsonl", DOCUMENTS[:30])
-    converted.clear()
-    after = places(scan(data))
-    assert converted == ["b.jsonl"]
-    for i, is_same in enumerate((True, False, True)):
-        assert os.path.samefile(before[i], after[i]) == is_same
-    assert not set(before) & set(after), "an older run keeps its own folder"
 
 
 def test_other_options_give_another_folder(data, base_dir):
@@ -214,33 +161,6 @@ def test_launches_that_prepare_at_once_do_not_harm_each_other(
 
 
 # ---- damage --------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "how", ["folder", "file", "truncated", "records", "no JSON", "no record", "other types"]
-)
-def test_what_is_gone_or_damaged_is_prepared_again(data, base_dir, how):
-    manifest = scan(data)
-    [folder] = folders(base_dir)
-    victim = folder / "train/b.jsonl.parquet"
-    if how == "folder":
-        shutil.rmtree(folder)
-    elif how == "file":
-        victim.unlink()
-    elif how == "truncated":
-        victim.write_bytes(victim.read_bytes()[:-9])
-    elif how == "records":
-        (folder / "prepared.json").unlink()
-    elif how == "no JSON":
-        (folder / "prepared.json").write_text('{"files": ')
-    elif how == "no record":
-        (folder / "prepared.json").write_text('{"files": {"train/a.jsonl.parquet": {}}}')
-    else:
-        text = (folder / "prepared.json").read_text()
-        (folder / "prepared.json").write_text(text.replace('"lines": []', '"lines": 7'))
-    assert check(manifest) == manifest
-    source = open_source(manifest, ByteTokenizer())
-    assert [text for g in range(len(source.groups)) for text in source.texts(g)] == DOCUMENTS
 
 
 def test_a_damaged_page_is_an_error_that_names_the_prepared_file(data):
@@ -326,16 +246,6 @@ def test_a_touched_file_is_the_same_data(data):
     assert fingerprint(check(manifest)) == fingerprint(manifest)
 
 
-@pytest.mark.parametrize("content", ['{"text": "aXc"}\n', '{"text": "longer"}\n'])
-def test_a_changed_file_of_the_user_is_named(tmp_path, content):
-    path = tmp_path / "a.jsonl"
-    path.write_text('{"text": "abc"}\n')
-    manifest = scan(tmp_path)
-    path.write_text(content)
-    with pytest.raises(ValueError, match=rf"^{path}: it has changed since this run began"):
-        check(manifest)
-
-
 def test_a_file_with_another_size_is_refused_before_anything_is_converted(data, converted):
     manifest = scan(data)
     write_jsonl(data / "b.jsonl", DOCUMENTS)
@@ -343,13 +253,6 @@ def test_a_file_with_another_size_is_refused_before_anything_is_converted(data, 
     with pytest.raises(ValueError, match=r"b\.jsonl: it has changed since this run began \(size"):
         check(manifest)
     assert converted == []
-
-
-def test_a_vanished_file_of_the_user_is_named_although_its_parquet_exists(data):
-    manifest = scan(data)
-    (data / "b.jsonl").unlink()
-    with pytest.raises(FileNotFoundError, match=rf"^{data}/b\.jsonl: this run reads it, but"):
-        check(manifest)
 
 
 def test_a_file_that_arrives_later_does_not_change_a_run(data):

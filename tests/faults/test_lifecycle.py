@@ -9,11 +9,9 @@ import json
 import math
 import multiprocessing
 import os
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -21,11 +19,8 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
 
 from nanochat import run_owner, run_state, run_stop
-from nanochat.run_dir import remove_tree
 from nanochat.run_owner import OWNER_NAME, RunState, claim, exit_code, liveness
 from nanochat.run_state import (
     STATE_NAME,
@@ -41,30 +36,17 @@ from nanochat.run_stop import (
     StopWatch,
     began_s,
     deadline,
-    join_reasons,
     request_stop,
 )
 from tests.crashes import is_suspended
-from tests.training import PATIENCE_S, fingerprint, owner_of, wait_for
+from tests.spec.test_run_owner import record
+from tests.spec.test_run_stop import ASKED, MAX_RUNTIME, SLURM_END, asks, elsewhere
+from tests.training import PATIENCE_S, owner_of, wait_for
 
 ROOT = Path(__file__).parents[2]
 
 
 # ---- signals -------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("number", SIGNALS)
-def test_a_signal_is_reported_once_and_the_first_one_is_the_reason(number, capfd):
-    with StopWatch() as stop:
-        assert stop.check() == stop.requested() == ""
-        os.kill(os.getpid(), number)
-        os.kill(os.getpid(), signal.SIGUSR2)
-        assert [stop.requested(), stop.check(), stop.check()] == [number.name] * 3
-    err = capfd.readouterr().err
-    assert (
-        err.startswith(f"\n{number.name}: stopping after the current step")
-        and err.count("stopping") == 1
-    )
 
 
 def test_previous_handlers_return_even_after_an_error_and_other_threads_leave_them_alone():
@@ -174,8 +156,6 @@ def test_nohup_keeps_its_meaning():
 # ---- walltime and the flag file ------------------------------------------------------------------
 
 JOB = {"SLURM_JOB_ID": "17"}
-SLURM_END = "SLURM_JOB_END_TIME"
-MAX_RUNTIME = "NANOCHAT_MAX_RUNTIME"
 
 
 @pytest.mark.parametrize(
@@ -285,40 +265,6 @@ def test_a_run_past_its_walltime_says_by_how_much():
     assert stop.check(1004.0) == "walltime: 4 s over"
 
 
-@settings(deadline=None)
-@given(st.lists(st.floats(0.5, 50), min_size=1, max_size=60), st.floats(0, 100), st.floats(0, 40))
-def test_the_save_fits_if_no_step_is_longer_than_the_steps_before_it(steps, reserve_s, save_s):
-    steps = sorted(steps, reverse=True)
-    stop = StopWatch(500.0, reserve_s=reserve_s)
-    stop.note_save(save_s)
-    now, checks = 0.0, 0
-    stop.check(now)
-    while not stop.check(now) and now < 1000:
-        now += steps[min(checks, len(steps) - 1)]
-        checks += 1
-    assert stop.check().startswith("walltime")
-    if checks > 1:  # the first step is longer than anything before it
-        assert now + max(save_s, reserve_s) <= 500.0 + 1e-6
-
-
-@pytest.mark.parametrize(
-    "seconds, env, name",
-    [
-        (60, {}, "--max-runtime-seconds"),
-        (-1, {MAX_RUNTIME: "60"}, MAX_RUNTIME),
-        (-1, {SLURM_END: "4060"}, SLURM_END),
-    ],
-)
-def test_a_walltime_that_only_fits_the_reserve_is_refused(monkeypatch, seconds, env, name):
-    """Regression: each launch of a requeued job trained one step, forever."""
-    monkeypatch.setattr(run_stop.time, "time", lambda: 4000.0)
-    with pytest.raises(
-        ValueError, match=rf"{name}: 1 min 00 s are left, but --walltime-reserve-seconds=60 of them"
-    ):
-        deadline(seconds, env, time.monotonic(), reserve_s=60.0)
-    assert deadline(seconds, env, time.monotonic(), reserve_s=59.0)
-
-
 def test_a_launch_begins_with_its_torchrun(monkeypatch):
     alone, torchrun = began_s(launcher_pid()), subprocess.Popen(["sleep", "60"])
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
@@ -326,51 +272,6 @@ def test_a_launch_begins_with_its_torchrun(monkeypatch):
     assert alone < began_s(launcher_pid()) < run_stop.uptime_s() + 0.1
     torchrun.kill()
     torchrun.wait()
-
-
-@contextlib.contextmanager
-def elsewhere(monkeypatch):
-    """Code in the block runs on another machine."""
-    with monkeypatch.context() as patch:
-        patch.setattr(run_stop, "boot_id", lambda: "another boot")
-        patch.setattr(run_stop, "uptime_s", lambda: 1e9)
-        yield
-
-
-def asks(stop, run):
-    """Whether a launch stops because of what is in its run directory, and whether it has left the
-    flag there."""
-    stop.check_flag(run)
-    return stop.requested(), (run / FLAG_NAME).exists()
-
-
-ASKED = ("asked by scripts.stop", True)
-
-
-@pytest.mark.parametrize("shift_s", [-7200, 7200])
-@pytest.mark.parametrize("remote", [False, True])
-def test_a_request_is_honoured_whatever_the_clocks_say(tmp_path, monkeypatch, shift_s, remote):
-    """Regression: with a caller two hours behind, the run deleted the flag and trained on."""
-    stop, now = StopWatch(run_dir=tmp_path), time.time()
-    with elsewhere(monkeypatch) if remote else contextlib.nullcontext():
-        request_stop(tmp_path)
-    os.utime(tmp_path / FLAG_NAME, (now + shift_s, now + shift_s))
-    assert stop.requested() == "" and asks(stop, tmp_path) == ASKED
-
-
-@pytest.mark.parametrize("remote", [False, True])
-def test_a_request_for_an_earlier_launch_is_deleted_and_a_new_one_counts(
-    tmp_path, monkeypatch, remote
-):
-    with elsewhere(monkeypatch) if remote else contextlib.nullcontext():
-        request_stop(tmp_path)
-        with StopWatch():
-            pass
-        late = StopWatch(run_dir=tmp_path)
-    assert asks(late, tmp_path) == ("", False)
-    with elsewhere(monkeypatch) if remote else contextlib.nullcontext():
-        request_stop(tmp_path)
-    assert asks(late, tmp_path) == ASKED
 
 
 def test_a_request_from_elsewhere_also_stops_the_processes_that_torchrun_restarts(
@@ -393,13 +294,6 @@ def test_a_flag_made_in_any_other_way_counts_unless_it_was_there_before(tmp_path
     assert asks(stop, tmp_path) == ("", False)
     (tmp_path / FLAG_NAME).write_bytes(content)
     assert asks(stop, tmp_path) == ASKED
-
-
-def test_reasons_of_all_ranks_become_one_text():
-    assert join_reasons(["", "", ""]) == ""
-    assert join_reasons(["SIGUSR1", "SIGUSR1"]) == "SIGUSR1"
-    assert join_reasons(["", "SIGTERM", "", "SIGTERM"]) == "SIGTERM (rank 1)"
-    assert join_reasons(["walltime: 118 s left", "walltime: 117 s left"]) == "walltime: 118 s left"
 
 
 # ---- the state -----------------------------------------------------------------------------------
@@ -642,40 +536,6 @@ def test_a_run_is_alive_while_its_lock_is_held_and_elsewhere_while_its_heartbeat
 # ---- one owner -----------------------------------------------------------------------------------
 
 
-def record(**changed):
-    return json.dumps({"launch": "x", "since": "long ago", **identify(), **changed})
-
-
-@pytest.mark.parametrize(
-    "damage",
-    [
-        "",
-        "{",
-        "[]",
-        "[" * 100_000,
-        '{"launch": 1}',
-        record(pid=-1, start=None),
-        record(since="\033[2J"),
-        record(),
-        "\xff\x00",
-    ],
-    ids=range(9),
-)
-def test_a_damaged_or_forged_record_neither_blocks_a_run_nor_admits_two_launches(tmp_path, damage):
-    path = tmp_path / OWNER_NAME
-    path.write_text(damage, encoding="latin-1")
-    owner = owner_of(tmp_path)
-    assert owner.lost() == "" and json.loads(path.read_text())["pid"] == os.getpid()
-    path.write_text(damage, encoding="latin-1")
-    for _ in range(2):
-        with pytest.raises(
-            ValueError, match=f"^{tmp_path}: another launch owns this run: "
-        ) as caught:
-            owner_of(tmp_path)
-        assert "\n" not in str(caught.value) and "\033" not in str(caught.value)
-    assert "this launch no longer owns the run" in owner.lost(), "its record is gone"
-
-
 def test_one_of_many_simultaneous_launches_wins(tmp_path):
     """Half of the runs are new; the owner of the others has ended."""
     runs = [tmp_path / f"{i:02d}" for i in range(60)]
@@ -706,64 +566,6 @@ def test_one_of_many_simultaneous_launches_wins(tmp_path):
     won = [wins.get() for _ in racers]
     assert sorted(itertools.chain(*won)) == runs
     assert sum(map(bool, won)) > 1, "no race happened"
-
-
-ACTIONS = ["claim", "sign", "set aside", "release", "remove"]
-
-
-@settings(deadline=None)
-@given(st.lists(st.tuples(st.integers(0, 3), st.sampled_from(ACTIONS)), max_size=40))
-@example([(0, "claim"), (1, "claim"), (0, "release"), (1, "claim"), (1, "sign"), (1, "release")])
-@example([(0, "claim"), (0, "remove"), (1, "claim"), (0, "sign"), (1, "sign"), (0, "release")])
-@example([(0, "claim"), (0, "sign"), (0, "release"), (1, "claim"), (1, "set aside"), (1, "sign")])
-def test_however_launches_interleave_one_owns_the_run_and_signs_what_it_looked_at(actions):
-    """Even if the run is removed in between. `version`: number of the run's last signature."""
-    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(run_owner, "LOCK_TRIES", 1)
-        patch.setattr(run_owner, "LOCK_TRY_S", 0.0)
-        run_dir = Path(folder) / "runs" / "run"
-        owners = {}
-        looked_at = {}
-        signed = set()
-        version = versions = 0
-        for actor, action in actions:
-            current = [number for number, owner in owners.items() if not owner.lost()]
-            before = fingerprint(run_dir)
-            if action == "claim" and actor not in owners:
-                try:
-                    owners[actor] = claim(run_dir)
-                    assert not current
-                    looked_at[actor] = version
-                except ValueError as e:
-                    assert current and "another launch owns this run" in str(e)
-                    assert fingerprint(run_dir) == before
-            elif action == "sign" and actor in owners and actor not in signed:
-                try:
-                    owners[actor].sign()
-                    assert actor in current and looked_at[actor] == version
-                    versions += 1
-                    version = versions
-                    signed.add(actor)
-                except ValueError as e:
-                    assert actor not in current and "a moment ago" in str(e)
-                    assert fingerprint(run_dir) == before
-            elif action == "set aside" and actor in current and actor not in signed:
-                owners[actor].set_aside()
-                assert not owners[actor].lost()
-            elif action == "release" and actor in owners:
-                owners.pop(actor).release()
-                if actor in current and actor not in signed:
-                    assert version or not run_dir.parent.exists(), "a refused launch left a trace"
-                elif actor not in current:
-                    assert fingerprint(run_dir) == before
-                signed.discard(actor)
-            elif action == "remove" and run_dir.exists():
-                shutil.rmtree(run_dir.parent)
-                version = 0
-            assert sum(not owner.lost() for owner in owners.values()) <= 1
-        for owner in owners.values():
-            owner.release()
-        owner_of(run_dir).release()
 
 
 def test_an_inspection_at_the_same_moment_does_not_refuse_a_launch(tmp_path):
@@ -956,22 +758,6 @@ def test_without_locks_a_young_heartbeat_owns_a_run_and_the_first_of_two_owners_
     assert "no longer owns" in first.lost() and second.lost() == ""
     with pytest.raises(ValueError, match="a moment ago"):
         late.sign()
-
-
-@pytest.mark.parametrize("removed", [OWNER_NAME, ""])
-@pytest.mark.parametrize("has_successor", [False, True])
-def test_an_owner_whose_file_was_removed_or_replaced_notices_and_writes_nothing(
-    tmp_path, removed, has_successor
-):
-    run_dir = tmp_path / "run"
-    with RunState(owner_of(run_dir), [identify()], status="running") as state:
-        remove_tree(run_dir / removed)
-        successor = owner_of(run_dir) if has_successor else None
-        before = fingerprint(run_dir)
-        state.update(step=5)
-        assert state.refresh().startswith(f"{run_dir}: this launch no longer owns the run")
-    assert fingerprint(run_dir) == before and run_dir.exists() == bool(before)
-    assert successor is None or successor.lost() == ""
 
 
 def test_an_error_in_checking_the_owner_ends_nothing(tmp_path, monkeypatch):

@@ -17,8 +17,8 @@ from nanochat.checkpoint import MODEL_NAME, OPTIMIZER_NAME, load_checkpoint
 from nanochat.run_dir import cursor_files
 from scripts import average, compare_runs, tok_shards
 from tests import training
-from tests.core import test_checkpoint
 from tests.finished import RUN, STEPS, command, copy
+from tests.spec import test_checkpoint
 
 WEIGHT = "transformer.h.0.attn.c_q.weight"
 

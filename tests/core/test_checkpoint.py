@@ -20,15 +20,8 @@ from nanochat.checkpoint import Saver
 from nanochat.optim import MuonAdamW
 from nanochat.start_run import describe_origin
 from tests import crashes
-from tests.spec.test_checkpoint import (
-    check_skipped,
-    names,
-    newest,
-    reseal,
-    save,
-    small,
-    states,
-)
+from tests.checkpoints import names, newest, reseal, save, small, states
+from tests.spec.test_checkpoint import check_skipped
 from tests.training import as_bytes
 
 # ---- writing and reading -------------------------------------------------------------------------

@@ -11,6 +11,7 @@ import pytest
 
 from nanochat.cli import Parser, read_yaml, run_main, whole
 from nanochat.common import as_path, get_base_dir
+from tests.spec.test_common import HOSTILE, SHOWN
 
 
 def parser():
@@ -192,10 +193,6 @@ def main():
 run_main(main)"""
     done = run_python(code)
     assert done.returncode > 2 and (tmp_path / "file").read_bytes() == b""
-
-
-HOSTILE = "\x1b[2J\x9bm\r\u202e\x7f"
-SHOWN = r"\u001b[2J\u009bm\u000d\u202e\u007f"
 
 
 def test_output_never_fails_to_encode_and_never_controls_the_terminal():

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,22 +11,10 @@ from nanochat.engine import Engine, load_model
 from nanochat.gpt import GPTConfig
 from nanochat.tokenizer import RustBPETokenizer
 from tests import training
+from tests.checkpoints import reseal
 from tests.finished import STEPS
-from tests.spec.test_checkpoint import reseal
-from tests.spec.test_gpt import build, shake
-
-CONFIG = GPTConfig(sequence_len=150, vocab_size=70, n_layer=4, n_head=4, n_kv_head=2, n_embd=32)
-
-
-BOS = 69
-
-
-def tokenizer(*special):
-    """A fake tokenizer; the last ids are special."""
-    ids = {name: BOS - i for i, name in enumerate(("<|bos|>", *special))}
-    return SimpleNamespace(
-        get_bos_token_id=lambda: BOS, get_special_tokens=lambda: ids, encode_special=ids.get
-    )
+from tests.models import build, shake
+from tests.spec.test_engine import CONFIG, tokenizer
 
 
 @pytest.fixture(scope="module")

@@ -16,12 +16,12 @@ import torch
 from nanochat.order import StreamConfig, default_lanes, fed_lanes
 from nanochat.packing import BestFit
 from nanochat.stream import Stream
-from tests.spec.test_order import V
 from tests.toy import MemorySource
 
 LEVEL = 0.001
 # steps of V rows
 T = 64
+V = 8
 STEPS = 100
 GROUPS, GROUP = 400, 16
 EDGES = (8, 20, 40, T + 1)  # of the classes of length, tokens with BOS

@@ -11,7 +11,7 @@ import torch
 
 from nanochat import gpt, optim
 from nanochat.gpt import GPT, Embedding, GPTConfig, initial_weight
-from tests.spec.test_gpt import SMALL, build, shake, tokens
+from tests.models import SMALL, build, shake, tokens
 from tests.toy import assert_same_sums
 from tests.training import as_bytes
 

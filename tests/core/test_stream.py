@@ -8,9 +8,8 @@ from nanochat.curriculum import Curriculum, Phase
 from nanochat.order import StreamConfig
 from nanochat.rows import Packed
 from nanochat.stream import Stream, carry_on, stream_identity
-from tests.spec.test_order import make_config
 from tests.spec.test_stream import BASE, saved
-from tests.toy import MemorySource, Ranks, fixed_source, json_copy
+from tests.toy import MemorySource, Ranks, fixed_source, json_copy, stream_config
 
 # ---- cursors -------------------------------------------------------------------------------------
 
@@ -33,7 +32,7 @@ def test_a_pending_document_whose_tokens_changed_is_refused_at_the_row_that_need
 
 
 def test_a_resume_reads_each_pending_document_once_and_no_other_document_of_the_past():
-    config = make_config("crop", T=64, V=2, buffer_size=64, unit_size=4)
+    config = stream_config("crop", T=64, V=2, buffer_size=64, unit_size=4)
     source = fixed_source(num_groups=20, group_size=20)
     with Ranks(config, {"b": source}, n=1, W=1) as ranks:
         for _ in range(40):

@@ -17,8 +17,8 @@ from nanochat.checkpoint import MODEL_NAME, OPTIMIZER_NAME, load_checkpoint
 from nanochat.run_dir import cursor_files
 from scripts import average, compare_runs, tok_shards
 from tests import training
+from tests.checkpoints import reseal
 from tests.finished import RUN, STEPS, command, copy
-from tests.spec import test_checkpoint
 
 WEIGHT = "transformer.h.0.attn.c_q.weight"
 
@@ -268,7 +268,7 @@ def test_a_flipped_bit_is_located_in_weights_and_momenta(base, changed):
     for name, state in ((MODEL_NAME, model), (OPTIMIZER_NAME, optimizer)):
         (path / name).unlink()  # `a` is mapped from it
         torch.save(state, path / name)
-    test_checkpoint.reseal(path, tokenizer_fingerprint="f" * 32)
+    reseal(path, tokenizer_fingerprint="f" * 32)
     _, summary, rest = compare("a", changed, "--tensors")
     apart = abs(a[WEIGHT][3, 5].double() - model[WEIGHT][3, 5].double()).item()
     largest = max(weights[WEIGHT].double().abs().max() for weights in (a, model)).item()

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from nanochat.common import counted
 from nanochat.run_dir import delete_checkpoint, keep_cursors, pack_cursors
 from scripts import verify
+from tests.checkpoints import files_of, reseal
 from tests.finished import command
-from tests.spec.test_checkpoint import files_of, reseal
 from tests.token_files import (
     E,
     Tokenizer,

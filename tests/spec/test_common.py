@@ -14,7 +14,9 @@ from nanochat.common import (
     show,
     visible,
 )
-from tests.core.test_cli import HOSTILE, SHOWN
+
+HOSTILE = "\x1b[2J\x9bm\r\u202e\x7f"
+SHOWN = r"\u001b[2J\u009bm\u000d\u202e\u007f"
 
 
 def test_a_base_directory_in_object_storage_is_refused(monkeypatch):

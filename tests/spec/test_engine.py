@@ -1,12 +1,25 @@
 """Generation with a cache equals the full forward."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from nanochat.engine import Engine, KVCache, sample_next_token
-from tests.core.test_engine import BOS, CONFIG, tokenizer
-from tests.spec.test_gpt import build, shake, tokens
+from nanochat.gpt import GPTConfig
+from tests.models import build, shake, tokens
 from tests.toy import assert_same_sums
+
+CONFIG = GPTConfig(sequence_len=150, vocab_size=70, n_layer=4, n_head=4, n_kv_head=2, n_embd=32)
+BOS = 69
+
+
+def tokenizer(*special):
+    """A fake tokenizer; the last ids are special."""
+    ids = {name: BOS - i for i, name in enumerate(("<|bos|>", *special))}
+    return SimpleNamespace(
+        get_bos_token_id=lambda: BOS, get_special_tokens=lambda: ids, encode_special=ids.get
+    )
 
 
 @pytest.fixture(scope="module")

@@ -8,14 +8,7 @@ from hypothesis import strategies as st
 from nanochat.common import block, permutation, words
 from nanochat.order import StreamConfig, default_lanes, fed_lanes, open_order
 from nanochat.stream import Stream
-from tests.toy import BOS, MemorySource, fixed_source, row_arrays
-
-
-def make_config(layout, **kwargs):
-    if layout == "concat":
-        return StreamConfig(layout="concat", **kwargs)
-    return StreamConfig(long_docs=layout, **kwargs)
-
+from tests.toy import BOS, MemorySource, fixed_source, row_arrays, stream_config
 
 # ---- which documents -----------------------------------------------------------------------------
 
@@ -46,7 +39,7 @@ def epoch_in_units(source, epoch, V, size, seed, small):
 @pytest.mark.parametrize("small", [False, True])
 def test_concat_is_the_lanes_share_of_each_epoch_back_to_back(small):
     V, source = 2, MemorySource(fixed_source().documents, small=small)
-    config = make_config("concat", T=16, V=V, seed=5, unit_size=2)
+    config = stream_config("concat", T=16, V=V, seed=5, unit_size=2)
     order = open_order(source.groups, source.means, small=small, bucket="b", config=config)
     assert set(order.sizes.tolist()) == {1 if small else 2} and order.batch == 1
     for lane in range(V):
@@ -70,7 +63,7 @@ def test_concat_is_the_lanes_share_of_each_epoch_back_to_back(small):
         ]
 
 
-# ---- blocks, permutations, digests ---------------------------------------------------------------
+# ---- blocks and permutations ---------------------------------------------------------------------
 
 
 @given(st.integers(1, 200), st.integers(1, 64))
@@ -89,7 +82,7 @@ def test_golden_permutations_never_change():
     assert permutation(50, 0, "a").tolist() != permutation(50, 0, "b").tolist()
 
 
-# ---- cursors -------------------------------------------------------------------------------------
+# ---- settings ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -109,9 +102,6 @@ def test_golden_permutations_never_change():
 def test_a_configuration_that_cannot_work_is_refused(change):
     with pytest.raises(ValueError, match=r"got|packer version"):
         StreamConfig(**{"T": 16, **change})
-
-
-V = 8
 
 
 # ---- how many lanes ------------------------------------------------------------------------------

@@ -40,7 +40,10 @@ def record(**changed):
     ],
     ids=range(9),
 )
-def test_a_damaged_or_forged_record_neither_blocks_a_run_nor_admits_two_launches(tmp_path, damage):
+def test_a_damaged_or_forged_record_neither_blocks_a_run_nor_admits_two_launches(
+    tmp_path, monkeypatch, damage
+):
+    monkeypatch.setattr(run_owner, "LOCK_TRY_S", 0.0)
     path = tmp_path / OWNER_NAME
     path.write_text(damage, encoding="latin-1")
     owner = owner_of(tmp_path)

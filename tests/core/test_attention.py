@@ -1,4 +1,4 @@
-"""Every implementation of attention equals a softmax written out in float64."""
+"""Kernels of attention: which one is called, with what, and which are refused."""
 
 import contextlib
 import itertools

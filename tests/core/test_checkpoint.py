@@ -1,5 +1,5 @@
-"""Checkpoints are read back bit for bit, corrupt or malicious ones are refused, and retention
-deletes only our own.
+"""Checkpoints: forged seals, removed folders, names, saves beside the loop, and what retention
+deletes.
 
 tests/faults/test_state_machine.py checks saves under kills, power cuts, full disks and damage."""
 

@@ -1,5 +1,4 @@
-"""One dataclass of settings gives consistent flags, help, rules for a resume, and table in the
-docs."""
+"""Settings: help, every impossible value, files of flags, older runs, and the table in the docs."""
 
 import json
 import re

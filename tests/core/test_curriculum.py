@@ -1,4 +1,4 @@
-"""Curricula: exact mixes at every scale, rows without history, a golden sequence, and errors."""
+"""Curricula: remainders, any notation, every error of the file, and what identifies one."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Batches: shapes, leaves, dead rows, threads, validation, and nanochat's loaders."""
+"""Batches: document ids, leaves, closing, validation, threads, and nanochat's loaders."""
 
 import subprocess
 import sys

@@ -1,6 +1,6 @@
 """Fair order: in any 100 steps, the rows are a fair sample of the epoch by the lengths of
-documents. The mix of buckets and the permutation of groups are exact: tests/core/test_curriculum.py and
-tests/core/test_stream.py.
+documents. The mix of buckets and the permutation of groups are exact:
+tests/spec/test_curriculum.py and tests/spec/test_order.py.
 
 Chi-square tests at a level of 0.001 each, with fixed seeds. The sample is fair if few documents are
 pending compared with those that begin in a window, here 128 and 1,600. The packer chooses which

@@ -1,4 +1,4 @@
-"""The packers' laws, from lengths alone."""
+"""What the packers drop, and the order in which lengths leave them."""
 
 import itertools
 from bisect import bisect_right, insort

@@ -1,4 +1,4 @@
-"""Plans compared with real streams of token files, step by step, until they halt."""
+"""Figures, resumes, estimates and warnings of plans, compared with real streams."""
 
 import dataclasses
 

@@ -1,5 +1,4 @@
-"""Text that is not ordinary parquet becomes a plain folder of parquet: once, whole or not at all, and
-pinned by what it was made from."""
+"""Prepared folders: other kinds of rows, interruptions, damage, older runs, and the command."""
 
 import errno
 import json

@@ -1,4 +1,4 @@
-"""Files as groups of documents: pins, refused files, and reads in any order."""
+"""Sources: damage inside files, pages and columns of parquet, what stays in memory, other text."""
 
 import gzip
 import json
@@ -159,8 +159,7 @@ def test_a_small_bucket_is_decoded_once_in_any_order_of_reads(folder, decoded):
     assert len(decoded) == len(set(decoded)) == len(source.groups)
 
 
-# ---- other
-# text------------------------------------------------------------------------------------------------------
+# ---- other text ----------------------------------------------------------------------------------
 
 
 def test_a_txt_file_is_a_document_among_other_kinds_and_files_are_converted_again_when_they_changed(

@@ -1,5 +1,5 @@
-"""Single cases of the stream: which documents a lane reads, the contents of a row, refused cursors,
-and golden digests. The laws are in tests/core/test_stream_laws.py."""
+"""Single cases of the stream: resumes, memory, another curriculum. Laws with random data are in
+tests/core/test_stream_laws.py."""
 
 import numpy as np
 import pytest

@@ -1,5 +1,5 @@
-"""Which documents of a text file of any kind are read: parts for training and validation, skipped
-short documents, data sets that Hugging Face's `datasets` saved."""
+"""Text of any kind: skipped short documents, compressed files, data sets that Hugging Face's
+`datasets` saved."""
 
 import gzip
 import json

@@ -1,5 +1,5 @@
-"""The tokenizer: laws over all of Unicode with a brute-force oracle for ids; saving, training and
-the two scripts."""
+"""The tokenizer: nanochat's calls, sizes of ids, crashes while saving, tiktoken's encodings, and the
+two scripts."""
 
 import re
 

@@ -1,5 +1,4 @@
-"""Token files: both formats read back what was written; errors name the broken file; entries become
-documents of the stream."""
+"""Token files: scattered sequences, end-of-document ids, damage, failed writes, and as a source."""
 
 import errno
 import json
@@ -211,10 +210,9 @@ def test_a_megatron_bin_longer_than_its_index_is_read_with_a_warning(tmp_path, c
         file.write(b"more")
     assert entries_of(open_tokens(tmp_path / "a.bin")) == [[1, 2, E], [3, 4, 5, E]]
     open_tokens(tmp_path / "a.bin")
-    assert [record.message for record in caplog.records] == [
-        f"{tmp_path}/a.bin: 18 bytes on disk, but the sequences of its .idx end at byte 14, so the rest is not read; "
-        f"if the two files do not belong together, fetch them again"
-    ]
+    [message] = caplog.messages
+    for words in (f"{tmp_path}/a.bin: ", "18 bytes", "byte 14", "not read", "fetch them again"):
+        assert words in message
 
 
 def test_opening_checks_the_ends_only_and_inner_damage_is_named_when_it_is_read(tmp_path):

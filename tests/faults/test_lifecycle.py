@@ -1,5 +1,5 @@
-"""Stopping, the run's state, and its owner: a run stops at the next check, its state can be read,
-dead runs are recognized, and at most one launch owns a run."""
+"""Stopping, the run's state, and its owner: signals, walltimes, damaged states, dead processes, and
+launches that race. The laws are in tests/spec/test_run_stop.py and test_run_owner.py."""
 
 import contextlib
 import errno

@@ -237,11 +237,10 @@ def test_a_run_that_exists_only_on_the_other_machine_is_not_restarted(workplace)
     training.succeed(**paths(workplace), num_iterations=1)
     shutil.copytree(training.run_dir(), other(workplace) / "runs" / "run")
     shutil.rmtree(training.run_dir())
-    assert error_of(start(workplace, other(workplace), **paths(workplace))) == (
-        f"rank 1 on host {HOST}: {other(workplace)}/runs/run: the run is on this machine, but not on rank 0's; "
-        "share the directory between the machines, give this machine --node-rank=0, or start over with "
-        "--resume=scratch"
-    )
+    error = error_of(start(workplace, other(workplace), **paths(workplace)))
+    assert error.startswith(f"rank 1 on host {HOST}: {other(workplace)}/runs/run: ")
+    for words in ("not on rank 0's", "share the directory", "--node-rank=0", "--resume=scratch"):
+        assert words in error
     assert not training.run_dir().exists()
 
 
@@ -290,8 +289,8 @@ def lose_data():
         ),
         (
             "the data",
-            "rank 1 on host {host}: {other}/copy/shard_1.parquet: .* it does not exist.*; every machine of "
-            "a launch reads the data itself: copy or mount the same files under the same path on this machine",
+            "rank 1 on host {host}: {other}/copy/shard_1.parquet: .* does not exist.*every machine.*"
+            "copy or mount the same files",
         ),
     ],
 )

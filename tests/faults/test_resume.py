@@ -593,8 +593,5 @@ def test_weights_that_do_not_fit_an_edited_model_are_one_sentence(monkeypatch, f
 
     monkeypatch.setattr(gpt.MLP, "__init__", make_wider)
     error = training.refuse(**{**settings, "num_iterations": 2, **flags})
-    assert (
-        "its weights do not fit the model of this code: transformer.h.0.mlp.c_fc.weight is (96, 24)"
-        in error
-    )
-    assert "start a new run with --model-tag=NAME" in error and "Traceback" not in error
+    assert "transformer.h.0.mlp.c_fc.weight is (96, 24)" in error
+    assert "--model-tag=NAME" in error and "Traceback" not in error

@@ -606,10 +606,9 @@ def test_fields_of_megatron_core_that_change_no_sample_are_accepted(caplog):
         sequences_per_dataset={},
     )
     assert config.mock and config.object_storage_cache_path == "/somewhere"
-    assert caplog.messages == [
-        "num_dataset_builder_threads, sequences_per_dataset, context_parallel_size: accepted, "
-        "but without effect"
-    ]
+    [message] = caplog.messages
+    assert "num_dataset_builder_threads, sequences_per_dataset, context_parallel_size" in message
+    assert "without effect" in message
 
 
 @pytest.mark.parametrize(

@@ -405,9 +405,10 @@ def test_a_link_to_something_that_does_not_exist_is_a_problem(tmp_path):
     write_folder(tmp_path / "en", {"a": (ENTRIES, PREFIXES)})
     (tmp_path / "de").symlink_to(tmp_path / "gone")
     code, problems, _ = run(tmp_path)
-    assert code == 1 and problems == [
-        f"{tmp_path}/de: a link to {tmp_path}/gone, which does not exist; restore it, or delete the link"
-    ]
+    [problem] = problems
+    assert code == 1 and problem.startswith(f"{tmp_path}/de: ")
+    for words in (f"{tmp_path}/gone", "does not exist", "restore it, or delete the link"):
+        assert words in problem
 
 
 def test_empty_documents_of_megatrons_files_are_not_a_problem(tmp_path, capsys):

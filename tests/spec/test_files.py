@@ -96,10 +96,12 @@ def test_names_that_begin_with_an_underscore_or_a_dot_are_not_data(tmp_path, cap
     )
     assert names_of(folder) == ["a.parquet", "b.parquet"]
     split_train_val(data_at(folder))
-    assert (
-        "3 files that could be data are not read: _c.parquet, _temporary/0/p.parquet, x/_logs/q.jsonl "
-        "(a name begins with _)"
-    ) in caplog.text
+    for words in (
+        "3 files",
+        "_c.parquet, _temporary/0/p.parquet, x/_logs/q.jsonl",
+        "begins with _",
+    ):
+        assert words in caplog.text
 
 
 @pytest.mark.parametrize(

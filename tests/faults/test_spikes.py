@@ -1,4 +1,5 @@
-"""Clipped and skipped steps are the same on any number of processes, and in a run that is killed and moved."""
+"""Clipped and skipped steps are the same on any number of processes, and in a run that is killed
+and moved."""
 
 import math
 import os
@@ -14,14 +15,8 @@ from tests.training import die_after_step
 
 # steps of prose, of noise, of prose again
 BEFORE = 13
-
-
 SPIKE = 1
-
-
 AFTER = 3
-
-
 RUN = {
     **training.SMALL,
     "leaves": 4,
@@ -101,8 +96,9 @@ def test_a_rank_that_skips_a_spike_alone_is_detected(corpus):
 
 
 def test_ten_spikes_in_a_row_end_the_run_with_advice(corpus):
+    none = (math.inf, math.inf)  # either both limits are finite or none is
     with mock.patch.object(
-        trainer, "limits", lambda window, _: (0.0 if len(window) == 4 else math.inf, math.inf)
+        trainer, "limits", lambda window, _: (0.0, 1e9) if len(window) == 4 else none
     ):
         outcome = training.run(**corpus, model_tag="diverged")
     assert outcome.code == 1 and "step 13: 10 steps in a row were skipped as spikes" in outcome.err

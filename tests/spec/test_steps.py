@@ -3,7 +3,7 @@
 import math
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from nanochat.steps import Outcome, Progress, StepTotals
@@ -31,6 +31,8 @@ def parts_of(digest):
 
 
 @given(st.lists(st.integers(0, 2**64 - 1), min_size=1, max_size=9))
+@example([2**63])
+@example([2**64 - 1, 1])
 def test_law_the_digest_of_a_message_is_the_sum_over_all_ranks(digests):
     added = [sum(parts) for parts in zip(*map(parts_of, digests))]
     read = StepTotals.read([*added, 0, 0, 0, 0], num_buckets=0)

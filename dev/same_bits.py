@@ -14,7 +14,9 @@ and every tensor of the last checkpoint.
     shards.crop, from token files                megatron.order: Megatron's sample order
 
 The exit code is 0 if all cases are equal, else 1. Run it before and after a change that must not
-change results. If a change must change them, say so in its commit. Cost: no GPU. Duration: about 10
+change results. If a change must change them, say so in its commit. (A commit from before nanochat/prepare.py
+pinned other text than parquet differently: lines and notes then have "the same rows from different
+files".) Cost: no GPU. Duration: about 10
 s for each case and version.
 """
 

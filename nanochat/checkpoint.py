@@ -61,6 +61,7 @@ import torch
 
 from nanochat.common import (
     check_shape,
+    differences,
     duration,
     fsync_dir,
     hash_bytes,
@@ -332,12 +333,12 @@ class Checkpoint:
         saved = self.model_state()
         ours = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
         theirs = {name: tuple(tensor.shape) for name, tensor in saved.items()}
-        differing = [name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name)]
+        differing = differences(ours, theirs, missing="missing")
         if differing:
-            name = differing[0]
+            name, in_model, in_checkpoint = differing[0]
             raise ValueError(
                 f"{self.path}: its weights do not fit the model of this code: {name} is "
-                f"{theirs.get(name, 'missing')} in the checkpoint and {ours.get(name, 'missing')} in the "
+                f"{in_checkpoint} in the checkpoint and {in_model} in the "
                 f"model, and {len(differing) - 1} others differ; restore the code that trained it, or "
                 f"start a new run with --model-tag=NAME"
             )
@@ -350,11 +351,9 @@ class Checkpoint:
         """ValueError with a diff if `model_config` differs from the saved one. Called before
         weights are loaded."""
         if hash_json(model_config) != self.trainer_state["architecture_hash"]:
-            saved = self.model_config
             lines = [
-                f"{name}: the checkpoint has {saved.get(name)!r}, the model has {model_config.get(name)!r}"
-                for name in {**saved, **model_config}
-                if saved.get(name) != model_config.get(name)
+                f"{name}: the checkpoint has {saved!r}, the model has {ours!r}"
+                for name, saved, ours in differences(self.model_config, model_config)
             ]
             raise ValueError(
                 f"{self.path}: the checkpoint has a different architecture; no weights were loaded. Use "

@@ -31,12 +31,12 @@ import select
 import signal
 import sys
 import tomllib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import field
 from enum import Flag, auto
 from itertools import takewhile
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import yaml
 
@@ -130,7 +130,9 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, **kwargs: Any):
         super().__init__(**{"allow_abbrev": False, "formatter_class": _Help, **kwargs})
 
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+    def parse_known_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> tuple[argparse.Namespace, list[str]]:
         """Parse like argparse, but report an unknown flag before a missing one, because it may be
         the missing one, misspelled. The parser of a subcommand checks its own flags. A URL that may
         hold a secret is refused before any message can show it."""
@@ -145,9 +147,9 @@ class Parser(argparse.ArgumentParser):
             for word in given:
                 if re.match("--.", word):
                     self.known(word.partition("=")[0])
-        namespace, rest = super().parse_known_args(given, namespace)
-        if "config" in namespace:
-            del namespace.config
+        parsed, rest = super().parse_known_args(given, namespace)
+        if "config" in parsed:
+            del parsed.config
         at = given.index("--data-path") + 1 if "--data-path" in given else len(given)
         paths = [*takewhile(lambda word: not word.startswith("-"), given[at:])]
         if rest and rest[0] in paths[1:]:
@@ -159,7 +161,7 @@ class Parser(argparse.ArgumentParser):
                 f"{rest[0]}: not a flag; use --model-tag={rest[0]} to name a run, or --config=RUN/config.json "
                 f"to read a run's flags"
             )
-        return namespace, rest
+        return parsed, rest
 
     def _with_file(self, given: list[str]) -> list[str]:
         """Command-line arguments, preceded by those of their --config file, if they name one."""
@@ -427,7 +429,7 @@ def lasting_output() -> Iterator[None]:
         sys.stdout, sys.stderr = before
 
 
-def _lasting(stream: Any) -> Any:
+def _lasting(stream: TextIO) -> TextIO:
     """A stream with a `_LastingFile` below it; one without a file descriptor, such as a test's
     buffer, as it is."""
     try:

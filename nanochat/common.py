@@ -21,11 +21,11 @@ import threading
 import time
 import typing
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from pathlib import Path, PurePath
-from typing import Any, BinaryIO, TypeVar
+from typing import Any, BinaryIO, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -346,6 +346,27 @@ def hash_bytes(*parts: bytes | memoryview) -> str:
     for part in parts:
         h.update(part)
     return h.hexdigest()
+
+
+class Difference(NamedTuple):
+    """A name under which two dicts have different values."""
+
+    name: str
+    first: Any
+    second: Any
+
+
+def differences(
+    first: Mapping[str, Any], second: Mapping[str, Any], missing: object = None
+) -> list[Difference]:
+    """The names under which two dicts have different values, in the order of both; `missing`
+    stands for the value of a name that one of them lacks."""
+    found = []
+    for name in {**first, **second}:
+        a, b = first.get(name, missing), second.get(name, missing)
+        if a != b:
+            found.append(Difference(name, a, b))
+    return found
 
 
 def hash_json(value: object) -> str:

@@ -639,14 +639,24 @@ def instead_of(name: str) -> str:
     return ""
 
 
+def known_settings(config: Mapping[str, Any]) -> dict[str, Field]:
+    """{name: field} of the settings that a run with this config.json has in this code."""
+    order = str(config.get("order", Settings.order))
+    return fields_of(settings_class(order)) if order in ORDERS else FIELDS
+
+
+def current(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A run's config.json without the settings that only older versions had."""
+    known = known_settings(config)
+    return {name: config[name] for name in config if name in known or name not in REMOVED}
+
+
 def flags_of_run(config: Mapping[str, Any]) -> dict[str, Any]:
     """The entries of a run's config.json that --config takes as flags: not --resume and --force,
     which describe one launch."""
-    order = str(config.get("order", Settings.order))
-    known = fields_of(settings_class(order)) if order in ORDERS else FIELDS
     return {
         name: config[name]
-        for name, f in known.items()
+        for name, f in known_settings(config).items()
         if f.metadata.get("flag", True) and name in config and name not in ("resume", "force")
     }
 
@@ -714,14 +724,14 @@ def setting_tables(
     that the command line named (`typed`); "worked out", (name, value) of those that follow from
     them, the data and the machine; "default", (name, value) of all others."""
     tables: dict[str, list[tuple[Any, ...]]] = {"set": [], "worked out": [], "default": []}
-    known = fields_of(settings_class(config.get("order", Settings.order)))
+    known = known_settings(config)
     for name, value in config.items():
         default = known[name].default if name in known else None
         if name in known and value == default:
             tables["default"].append((name, json.dumps(value)))
         elif name in typed:
             tables["set"].append((name, json.dumps(value), json.dumps(default)))
-        elif name in known or name not in {*REMOVED, "derived"}:
+        elif name in current(config) and name != "derived":
             tables["worked out"].append((name, json.dumps(value)))
     for name, value in config["derived"].items():
         if name not in typed:

@@ -244,7 +244,7 @@ class DataLoader:
 
     If epochs are limited, it ends by raising `Dry`.
 
-    `config` is a `StreamConfig`, or its counterpart for Megatron's order. `cursors` are those of
+    `config` is a `StreamConfig`, or that of another order. `cursors` are those of
     all V lanes, or at least of this rank's. `drop_dry`: see `Stream`. An error while prefetching is
     raised by the `next` that needs the batch. Close the loader, or use it as a context manager.
     """

@@ -37,7 +37,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 import torch.distributed as dist
 
-from nanochat.common import LAUNCH, StopAsked, counted, get_dist_info
+from nanochat.common import LAUNCH, StopAsked, counted, differences, get_dist_info
 
 T = TypeVar("T")
 
@@ -462,11 +462,10 @@ def check_all_equal(settings: Mapping[str, Any]) -> None:
     theirs = on_rank0(lambda: dict(settings))
 
     def compare() -> None:
-        differing = []
-        for name in sorted(theirs.keys() | settings.keys()):
-            mine, rank0 = settings.get(name), theirs.get(name)
-            if mine != rank0:
-                differing.append(f"{name} is {mine!r}, on rank 0 it is {rank0!r}")
+        differing = [
+            f"{name} is {mine!r}, on rank 0 it is {rank0!r}"
+            for name, mine, rank0 in sorted(differences(settings, theirs))
+        ]
         if differing:
             raise ValueError(
                 f"started differently: {'; '.join(differing)}; start all processes with the same flags, "

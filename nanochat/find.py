@@ -10,7 +10,7 @@ between which two saves the lane read it. So only that lane is packed again, fro
 until no token of the document is pending. The cost does not depend on the length of the run, and
 training records only the cursors of its saves.
 
-In Megatron's order, the data is not divided into shares for lanes. There, the stream's
+In an order of samples, the data is not divided into shares for lanes. There, the stream's
 `samples_with` inverts the tables that list the documents of each sample.
 
 A document has the name FILE:DOC, where DOC is its number, from 0, among the documents that are read
@@ -43,7 +43,7 @@ class Piece(Protocol):
 
 
 class SampleFinder(Protocol):
-    """What a stream of samples tells about a document, such as that of Megatron's order.
+    """What a stream of samples tells about a document.
 
     That order documents the methods.
     """
@@ -86,7 +86,7 @@ class Pass:
     """The uses of a document in one epoch."""
 
     epoch: int
-    lane: int | None  # the lane that reads it in this epoch; None in Megatron's order
+    lane: int | None  # the lane that reads it in this epoch; None in an order of samples
     uses: list[Use]
     length: int  # tokens of the document, BOS included; 0 if it has not been read
     pending: bool = False  # whether the lane has read it, and will use more of its tokens
@@ -241,7 +241,7 @@ def sample_passes(
     begin: int,
     trained: int,
 ) -> Iterator[Pass]:
-    """The uses of a document in a run with Megatron's order, epoch by epoch.
+    """The uses of a document in a run with an order of samples, epoch by epoch.
 
     `begin`: number of samples before the run's first step; they belong to an earlier run.
     """

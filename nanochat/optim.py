@@ -47,6 +47,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from nanochat.common import differences
 from nanochat.dist import broadcast, on_rank0, wide_dtype
 from nanochat.reduce import Message, Part, Reduce, lay_out, reduce_over_nodes
 
@@ -565,12 +566,10 @@ class MuonAdamW(torch.optim.Optimizer):
             for key, tensor in tensors.items():
                 actual[f"{name}.{key}"] = tuple(tensor.shape)
 
-        different = []
-        for key in dict.fromkeys([*expected, *actual]):
-            got = actual.get(key, "nothing")
-            wanted = expected.get(key, "nothing")
-            if got != wanted:
-                different.append(f"{key}: got {got}, expected {wanted}")
+        different = [
+            f"{key}: got {got}, expected {wanted}"
+            for key, wanted, got in differences(expected, actual, missing="nothing")
+        ]
         if different:
             raise ValueError(
                 f"optimizer state does not fit this model: {'; '.join(different[:20])}"

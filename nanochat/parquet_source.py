@@ -22,9 +22,9 @@ import numpy as np
 import pyarrow as pa
 
 from nanochat.common import counted, etag_of, hash_bytes
-from nanochat.prepare import LINE
+from nanochat.prepare import FILE, LINE
 from nanochat.rows import Document
-from nanochat.sources import Manifest, Source
+from nanochat.sources import Manifest, Place, Source
 from nanochat.spill import LARGE_BYTES, Spill, Spills, decode_group
 from nanochat.text import (
     TEXT_FIELD,
@@ -75,7 +75,7 @@ class ParquetSource(Source):
         self._locks = [threading.Lock() for _ in self.groups] if self.small else []
         self._spills = Spills()
         self._text_bytes = functools.cache(self._read_text_bytes)
-        self._lines = functools.lru_cache(64)(self._read_lines)
+        self._origins = functools.lru_cache(64)(self._read_origins)
 
     @staticmethod
     def scan_file(path: Path, name: str, text_field: str) -> dict[str, Any]:
@@ -146,18 +146,21 @@ class ParquetSource(Source):
         else:
             yield from self._decode(group, 0, num_documents, 0).to_pylist()
 
-    def line_of(self, group: int, row: int) -> int | None:
-        """See `Source.line_of`."""
-        lines = self._lines(group)
-        return None if lines is None else int(lines[row])
+    def origin_of(self, group: int, row: int) -> Place | None:
+        """See `Source.origin_of`."""
+        origins = self._origins(group)
+        if origins is None:
+            return None
+        return Place(origins[FILE][row].as_py(), origins[LINE][row].as_py())
 
-    def _read_lines(self, group: int) -> np.ndarray | None:
-        """(documents,) int64: `line_of` of a group's documents. None if it was not prepared."""
+    def _read_origins(self, group: int) -> pa.Table | None:
+        """The columns of a group that say where its documents are in the user's own files. None if
+        it was not prepared."""
         file, number = self.file_of(group)
         with open_parquet(self.paths[file], self.field) as f:
-            if LINE not in f.schema_arrow.names:
+            if not {FILE, LINE} <= set(f.schema_arrow.names):
                 return None
-            return f.read_row_group(number, columns=[LINE])[LINE].to_numpy()
+            return f.read_row_group(number, columns=[FILE, LINE])
 
     def _pack_group(self, group: int) -> list[tuple[int, bytes]]:
         """(size in bytes, compressed text) of every document of a group."""

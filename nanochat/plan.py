@@ -20,7 +20,7 @@ rehearsed; its cropping is measured on a few thousand rows.
 
 Only runs with a curriculum (others have unlimited epochs), or with `binned` rows (to find entries
 that are too long), make a plan. They keep it in RUN/plan.json for a resume. scripts.validate plans
-every run except those in Megatron's order, which refuse to start with too few samples.
+every run except those in an order of samples, which refuse to start with too few of them.
 """
 
 import logging
@@ -505,6 +505,7 @@ def make_run_plan(start: Starting, data: RunData) -> Plan:
     settings = start.settings
     num_steps = start.horizon.num_iterations
     config = stream_config(settings)
+    assert isinstance(config, StreamConfig), "no other order has a plan"
     drop_dry = settings.allow_bucket_exhaustion
     if start.checkpoint is not None:
         try:

@@ -37,6 +37,7 @@ import logging
 import os
 import re
 import shutil
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -72,6 +73,7 @@ log = logging.getLogger(__name__)
 FORMAT = 1  # of the prepared files
 GROUP_DOCUMENTS = 1024  # per row group
 RECORDS = "prepared.json"
+KEEP_S = 10.0  # time between two writes of it
 FILE, LINE = "from_file", "from_line"  # columns: where a document is in the user's own files
 FULL = (errno.ENOSPC, errno.EDQUOT)
 
@@ -243,11 +245,15 @@ def _make(
             errors.append(e)
             return name, None
 
+    kept_at = time.monotonic()
     try:
         with bar:
             for name, record in each(make, missing):
                 if record is not None:
                     records[name] = record
+                if time.monotonic() > kept_at + KEEP_S:  # for a launch that is killed
+                    _write_records(folder, records)
+                    kept_at = time.monotonic()
     finally:
         _keep(folder, records)
     if errors and isinstance(errors[0], OSError) and errors[0].errno in FULL:
@@ -270,8 +276,13 @@ def _keep(folder: Path, records: Records) -> None:
         shutil.rmtree(folder, ignore_errors=True)
         return
     with contextlib.suppress(FileNotFoundError):  # deleted meanwhile; the next launch starts over
-        files = {name: record._asdict() for name, record in records.items()}
-        write_json(folder / RECORDS, {"format": FORMAT, "files": files})
+        _write_records(folder, records)
+
+
+def _write_records(folder: Path, records: Records) -> None:
+    """Write the records of a folder."""
+    files = {name: record._asdict() for name, record in records.items()}
+    write_json(folder / RECORDS, {"format": FORMAT, "files": files})
 
 
 def _by_key() -> dict[str, tuple[Path, Record]]:

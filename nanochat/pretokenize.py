@@ -55,6 +55,7 @@ from numpy.typing import ArrayLike, DTypeLike
 from nanochat.common import (
     atomic_open,
     counted,
+    differences,
     etag_of,
     fsync_dir,
     hash_file,
@@ -609,12 +610,10 @@ class Pretokenizer:
             except ValueError:  # its pair is made again
                 continue
             new = self.made_with
-            differ = []
-            for key in {**old, **new}:
-                if old.get(key) != new.get(key):
-                    differ.append(
-                        f"{key} {old.get(key, 'default')} (now {new.get(key, 'default')})"
-                    )
+            differ = [
+                f"{key} {'default' if was is None else was} (now {'default' if now is None else now})"
+                for key, was, now in differences(old, new)
+            ]
             if differ:
                 raise ValueError(
                     f"{pair}: made with {', '.join(differ)}; name another --output-dir, or delete "

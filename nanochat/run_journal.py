@@ -164,6 +164,10 @@ class Optional(Sink):
         with self._guard():
             self.sink.step(report)
 
+    def ending(self, reason: str) -> None:
+        with self._guard():
+            self.sink.ending(reason)
+
     def end(self, status: str, reason: str) -> None:
         """Finish now, while this launch owns the run's folder."""
         with self._guard():

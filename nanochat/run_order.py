@@ -11,7 +11,7 @@ exist only with this order.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Protocol
+from typing import ClassVar, Protocol
 
 from nanochat.common import open_door
 from nanochat.config import Settings
@@ -19,7 +19,7 @@ from nanochat.order import ORDERS, StreamConfig
 from nanochat.schedule import Horizon
 from nanochat.sources import Manifests, Source, leave_out
 from nanochat.splits import pin_files
-from nanochat.stream import Cursor
+from nanochat.stream import Cursor, OpensStream
 from nanochat.text import Selection
 
 
@@ -32,7 +32,7 @@ class RunOrder(Protocol):
     feeds_lanes: ClassVar[bool]
     has_plan: ClassVar[bool]  # whether a plan can say how much of each bucket the run reads
 
-    def stream_config(self, settings: Settings) -> Any:
+    def stream_config(self, settings: Settings) -> StreamConfig | OpensStream:
         """What decides the rows of a run, from its resolved settings."""
 
     def settle(
@@ -61,7 +61,7 @@ def order_of(settings: Settings) -> RunOrder:
     return open_door(ORDERS[settings.order])()
 
 
-def stream_config(settings: Settings) -> Any:
+def stream_config(settings: Settings) -> StreamConfig | OpensStream:
     """The part of a run's resolved settings that decides its rows, such as a `StreamConfig`."""
     return order_of(settings).stream_config(settings)
 

@@ -3,9 +3,8 @@ sinks.
 
     --log-to=tensorboard,mine --> SINKS["tensorboard"], SINKS["mine"] --> run_journal.Journal
 
-An entry of `SINKS` is a class: `check()` raises ValueError if it cannot work on this machine, and
-`Class(run)` opens it, a `steps.Sink`. If a sink fails, the run continues without it. To add one,
-write such a class and name it in `SINKS`.
+An entry of `SINKS` is a subclass of `steps.Sink` that is called with the run. If a sink fails, the
+run continues without it. To add one, write such a class and name it in `SINKS`.
 """
 
 import re

@@ -30,7 +30,7 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
@@ -95,6 +95,13 @@ def counts_and_means(manifest: Manifest) -> tuple[np.ndarray, np.ndarray]:
         counts.append(of_file)
         means.append(np.full(len(of_file), max(1, tokens // documents)))
     return np.concatenate(counts), np.concatenate(means)
+
+
+class Place(NamedTuple):
+    """A file, relative to the data path, and a line of it, from 1."""
+
+    file: str
+    line: int
 
 
 class Source:
@@ -181,9 +188,9 @@ class Source:
         file, number = self.file_of(group)
         return self.manifest["files"][file]["name"], number
 
-    def line_of(self, group: int, row: int) -> int | None:
-        """The line of the user's own file, from 1, at which a document of prepared text begins.
-        None for a file that was not prepared."""
+    def origin_of(self, group: int, row: int) -> Place | None:
+        """Where a document of prepared text is in the user's own files. None for a file that was
+        not prepared."""
         return None
 
 

@@ -139,6 +139,10 @@ class StepReport:
 class Sink:
     """Receives the steps and events of a run. A sink has those of these methods that it needs."""
 
+    @staticmethod
+    def check() -> None:
+        """ValueError if such a sink cannot work on this machine. Called before a run starts."""
+
     def event(self, name: str, step: int, record: dict[str, Any]) -> None:
         """An event after `step` steps. `record`: JSON."""
 

@@ -32,7 +32,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from nanochat.common import check_shape
+from nanochat.common import check_shape, differences
 from nanochat.curriculum import Mixer
 from nanochat.order import Order, StreamConfig, open_order
 from nanochat.packing import Piece, Placement
@@ -103,7 +103,7 @@ class LaneState(NamedTuple):
     lane: int
     row: int  # number of rows that the lane has produced
     dropped: frozenset[str]  # buckets that have run dry
-    feeds: Any  # {bucket: FeedState}; for Megatron's order, that stream's own counts
+    feeds: Any  # {bucket: FeedState}; another kind of stream has its own counts
 
 
 class RowsConfig(Protocol):
@@ -120,6 +120,10 @@ class RowsConfig(Protocol):
 
 class OpensStream(RowsConfig, Protocol):
     """A configuration of an order other than that of lanes."""
+
+    @property
+    def framed(self) -> bool:
+        """See `StreamConfig.framed`."""
 
     def open(
         self, sources: Mapping[str, Source], lanes: Sequence[int], **arguments: Any
@@ -546,10 +550,9 @@ def check_cursors(
                 f"cursor of lane {lane}: format {cursor['format']}, expected {FORMAT}; resume with the "
                 f"code that wrote it, or start a new run (--model-tag)"
             )
-        names = sorted({*theirs, *identity})
-        differing = [name for name in names if theirs.get(name) != identity.get(name)]
+        differing = sorted(differences(theirs, identity))
         if differing:
-            diff = "; ".join(f"{n} was {theirs.get(n)}, now {identity.get(n)}" for n in differing)
+            diff = "; ".join(f"{name} was {was}, now {now}" for name, was, now in differing)
             raise ValueError(
                 f"cursor of lane {lane} belongs to another stream ({diff}); start a new run (--model-tag)"
             )

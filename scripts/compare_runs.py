@@ -45,6 +45,7 @@ from nanochat.checkpoint import (
 )
 from nanochat.cli import EXIT_FAILED, Parser, run_main, setup_logging
 from nanochat.common import counted, show, table
+from nanochat.config import current
 from nanochat.dist import VERSIONS
 from nanochat.run_dir import find_run, is_step, read_cursors
 from nanochat.run_reader import RunReader, differing_settings, flat_numbers
@@ -505,7 +506,7 @@ def print_settings(a: Side, b: Side) -> None:
     """Print the settings of two runs that differ, and what --without-documents explains."""
     if a.run is None or b.run is None:
         return
-    differ = differing_settings([a.run.config, b.run.config])
+    differ = differing_settings([current(a.run.config), current(b.run.config)])
     if not differ:
         return
     rows = [[show(value)[:WIDEST] for value in row] for row in differ]

@@ -283,7 +283,8 @@ def places_in(opened: Opened, stream: AnyStream, row: Row) -> list[dict[str, Any
             "of": len(document.ids),
         }
         if opened.has_lines:
-            place["line"] = source.line_of(group, number)
+            origin = source.origin_of(group, number)
+            place["line"] = origin and origin.line
         documents.append(place)
         at += length
     return documents
@@ -705,9 +706,9 @@ def show_find(opened: Opened, args: argparse.Namespace) -> int:
         listed = source.without.get(document.group)
         left_out = listed is not None and bool(listed[document.row])
         ids, words = np.zeros(0, np.int64), ""
-        line_of_file = None
+        origin = None
         if document.group >= 0:
-            line_of_file = source.line_of(document.group, document.row)
+            origin = source.origin_of(document.group, document.row)
             [content] = source.read(document.group, np.array([document.row]))
             ids = content.ids[:]
             words = first_words(opened, ids)
@@ -737,14 +738,14 @@ def show_find(opened: Opened, args: argparse.Namespace) -> int:
                 "text": words,
                 "without": left_out,
             }
-            if line_of_file is not None:
-                head["line"] = line_of_file
+            if origin is not None:
+                head["line"] = origin.line
             print(json.dumps(finite({**head, "passes": passes}), allow_nan=False), flush=True)
             continue
         kind = "" if split == "train" else ", validation"
         print(f"{visible(document.name)} ({document.bucket}{kind}): {visible(words)}")
-        if line_of_file is not None:
-            print(f"it begins at line {line_of_file:,} of the file")
+        if origin is not None:
+            print(f"it begins at line {origin.line:,} of {visible(origin.file)}")
         any_rows |= print_passes(opened, passes, with_text=bool(args.text))
         reason = remark(opened, traced, left_out)
         if reason:

@@ -26,7 +26,7 @@ from typing import Any
 
 from nanochat.cli import Parser, run_main
 from nanochat.common import counted, duration, show, write_bytes
-from nanochat.config import setting_tables
+from nanochat.config import current, setting_tables
 from nanochat.run_dir import CONFIG_NAME, find_run, list_runs, run_path
 from nanochat.run_reader import (
     ENDS,
@@ -552,7 +552,7 @@ def make_page(runs: Sequence[Run], *, refresh: bool = False) -> str:
     if stride > 1:
         thinned = f"Of every {stride} steps, the one with the highest loss is drawn."
     header = ("setting", *(run.name for run in runs))
-    differ = table(header, differing_settings([run.config for run in runs]))
+    differ = table(header, differing_settings([current(run.config) for run in runs]))
     last_steps = [run.num_steps - 1 for run in runs if run.steps]
     parts = {
         "title": escape(f"{len(runs)} runs" if several else runs[0].name),

@@ -41,6 +41,7 @@ from nanochat.common import (
     begin_launch,
     check_shape,
     counted,
+    differences,
     each,
     hash_bytes,
     hash_file,
@@ -410,9 +411,11 @@ def open_receipt(
     manifests = find_manifests(path, receipt, given.data_path, selection)
     data = open_data({"train": manifests, "val": {}}, tokenizer, as_stored=not config.framed)
     here = stream_identity(config, data.train, tokenizer.fingerprint)
-    if differ := [name for name in {**stream, **here} if stream.get(name) != here.get(name)]:
+    differing = differences(stream, here)
+    if differing:
+        name, theirs, ours = differing[0]
         raise ValueError(
-            f"{path}: {differ[0]} is {stream.get(differ[0])!r} in the receipt and {here.get(differ[0])!r} "
+            f"{path}: {name} is {theirs!r} in the receipt and {ours!r} "
             f"here, though the files are the same; use the code that trained the run ({code})"
         )
     begin = receipt["begin"] and unpack_cursors(base64.b85decode(receipt["begin"]), path)[1]

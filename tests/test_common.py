@@ -4,7 +4,16 @@ import json
 
 import pytest
 
-from nanochat.common import counted, duration, get_base_dir, public, read_json, show, visible
+from nanochat.common import (
+    counted,
+    differences,
+    duration,
+    get_base_dir,
+    public,
+    read_json,
+    show,
+    visible,
+)
 from tests.test_cli import HOSTILE, SHOWN
 
 
@@ -89,3 +98,9 @@ def test_values_and_durations_read_well():
         counted(n, noun)
         for n, noun in ((0, "row"), (1, "process"), (2, "process"), (1024, "micro-batch"))
     ] == ["0 rows", "1 process", "2 processes", "1,024 micro-batches"]
+
+
+def test_differences_are_named_in_order_and_one_that_is_missing_is_told_apart():
+    first, second = {"a": 1, "b": 2, "c": None}, {"b": 3, "a": 1, "d": 4}
+    assert differences(first, second) == [("b", 2, 3), ("d", None, 4)]
+    assert differences(first, second, missing="-") == [("b", 2, 3), ("c", None, "-"), ("d", "-", 4)]

@@ -19,6 +19,7 @@ from nanochat.config import (
     REMOVED,
     Settings,
     add_flags,
+    current,
     fields_of,
     flag,
     from_flags,
@@ -509,6 +510,13 @@ OLD = {
 def test_a_run_with_removed_settings_resumes_without_them():
     assert OLD.keys() == REMOVED
     assert resume_settings({**RUN.to_json(), **OLD}, RUN, run_dir=RUN_DIR) == (RUN, {})
+
+
+def test_settings_of_older_versions_do_not_make_runs_differ():
+    run = RUN.to_json()
+    assert current({**run, **OLD}) == run
+    megatron = RUNS[MegatronSettings].to_json()
+    assert current({**megatron, "log_every": 1}) == megatron, "its split is no older setting"
 
 
 def test_the_config_json_of_a_run_with_removed_settings_is_a_file_of_flags(tmp_path):

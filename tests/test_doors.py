@@ -97,3 +97,24 @@ def test_a_part_that_is_removed_is_named_when_it_is_asked_for(workplace):
         model_tag="none",
     )
     assert run.wait() == [1] and "nanochat.integrations.megatron_order" in run.text()
+
+
+# what only the modules behind a door know about, and which core modules may name it: the tables of
+# names, and the formats of token files
+WORDS = {
+    "megatron": {"order", "config", "files", "tokens", "tokenizer", "pretokenize"},
+    "tensorboard": {"sinks"},
+    "trackio": {"sinks"},
+    "fastokens": {"tokenizer"},
+    "obstore": set(),
+    "s3://": {"common"},
+    "msc:": set(),
+    "sentencepiece": set(),
+}
+
+
+@pytest.mark.parametrize("word", WORDS)
+def test_the_core_does_not_name_what_is_behind_a_door(word):
+    core = (Path(__file__).parents[1] / "nanochat").glob("*.py")
+    naming = {path.stem for path in core if word in path.read_text().lower()}
+    assert naming == WORDS[word]

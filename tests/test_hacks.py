@@ -144,7 +144,7 @@ class FileSource(Source):
     """Files with one document per line."""
 
     @staticmethod
-    def scan_file(path, name, selection):
+    def scan_file(path, name, text_field):
         data = path.read_bytes()
         return {"name": name, "size": len(data), "footer": hashlib.sha256(data).hexdigest(),
                 "groups": [data.count(b"\\n")]}
@@ -224,8 +224,10 @@ def test_a_value_in_the_steps_line_and_log(fork):
 def test_a_new_sink(fork):
     """It receives every step and event, and nothing else changes."""
     fork.append(
-        "nanochat/run_journal.py",
+        "nanochat/sinks.py",
         '''
+from nanochat.steps import Sink
+
 
 class Csv(Sink):
     """RUN/steps.csv"""
@@ -242,10 +244,10 @@ class Csv(Sink):
             f.write(status)
 
 
-SINKS["csv"] = "nanochat.run_journal:Csv"
+SINKS["csv"] = "nanochat.sinks:Csv"
 ''',
     )
-    fork.run()
+    fork.run(log_to="csv")
     *steps, status = (training.run_dir("hack") / "steps.csv").read_text().split("\n")
     logged = {r["step"]: r["loss"] for r in iter_log(training.log_file("hack")) if "digest" in r}
     assert steps == [f"{step},{loss}" for step, loss in logged.items()] and len(steps) == 4

@@ -12,7 +12,6 @@ import pytest
 
 from nanochat import prepare
 from nanochat.files import data_at
-from nanochat.run_dir import iter_log
 from nanochat.sources import (
     check,
     check_files,
@@ -102,13 +101,15 @@ def test_rows_keep_the_file_and_the_line_they_came_from(tmp_path):
 def test_a_row_of_parquet_with_nulls_keeps_its_number(tmp_path):
     path = write_parquet(tmp_path / "a.parquet", ["one", None, "two", None, "three"], 2)
     source = open_source(scan(path), ByteTokenizer())
-    assert [source.line_of(0, row) for row in range(3)] == [1, 3, 5]
+    assert [source.origin_of(0, row) for row in range(3)] == [
+        ("a.parquet", line) for line in (1, 3, 5)
+    ]
 
 
 def test_the_part_of_a_txt_file_for_validation_keeps_its_line(tmp_path):
     (tmp_path / "a.txt").write_text("one\ntwo\nthree\nfour\n")
     manifest = scan(tmp_path, selection=Selection(val_fraction=0.3, part="val"))
-    assert open_source(manifest, ByteTokenizer()).line_of(0, 0) == 4
+    assert open_source(manifest, ByteTokenizer()).origin_of(0, 0) == ("a.txt", 4)
 
 
 def test_ordinary_parquet_beside_other_kinds_is_read_where_it_is(data):
@@ -173,6 +174,22 @@ def test_an_interrupted_preparation_is_continued(data, converted, monkeypatch):
     assert converted == ["c.jsonl"]
     assert not list(prepare.prepared_dir().rglob(".*.tmp"))
     assert manifest == scan(data)
+
+
+def test_a_killed_preparation_is_continued(data, converted, monkeypatch):
+    """Death leaves the records that were written last."""
+    keep = prepare._keep
+    monkeypatch.setattr(prepare, "KEEP_S", 0.0)
+    monkeypatch.setattr(prepare, "_keep", lambda *_: None)
+    manifest = scan(data)
+    [folder] = prepare.prepared_dir().iterdir()
+    (folder / "train/c.jsonl.parquet").unlink()
+    (folder / "train/.c.jsonl.parquet.01234567.tmp").touch()
+    os.utime(folder / "train/.c.jsonl.parquet.01234567.tmp", (1, 1))
+    monkeypatch.setattr(prepare, "_keep", keep)
+    converted.clear()
+    assert scan(data) == manifest and converted == ["c.jsonl"]
+    assert not list(folder.rglob(".*.tmp"))
 
 
 @pytest.mark.parametrize("has_locks", [True, False])
@@ -453,7 +470,7 @@ def test_a_run_on_jsonl_resumes_with_the_same_digests_after_its_folder_is_remove
 
         capsys.readouterr()
         assert inspect_data.main(["find", "run", "--document=a.jsonl:5"]) == 0
-        assert "it begins at line 7 of the file" in capsys.readouterr().out
+        assert "it begins at line 7 of a.jsonl" in capsys.readouterr().out
         assert inspect_data.main(["rows", "run", "--step=0", "--json"]) == 0
         for line in capsys.readouterr().out.splitlines():
             for document in json.loads(line)["documents"]:
@@ -463,4 +480,11 @@ def test_a_run_on_jsonl_resumes_with_the_same_digests_after_its_folder_is_remove
         check_receipt = [str(base / "r.json"), f"--data-path={text}", "--steps=0,3"]
         assert verify.main(check_receipt) == 0
         assert verify.main([str(base / "runs/run")]) == 0
-        assert [r for r in iter_log(training.log_file()) if "digest" in r]
+
+        content = (text / "a.jsonl").read_text()
+        (text / "a.jsonl").write_text(content.replace("the", "teh", 1))
+        capsys.readouterr()
+        assert verify.main([str(base / "runs/run")]) == 1
+        assert f"{text}/a.jsonl: it has changed" in capsys.readouterr().out
+        assert verify.main(check_receipt) == 1
+        assert f"{text}/a.jsonl: its contents have changed" in capsys.readouterr().out

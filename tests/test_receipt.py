@@ -149,6 +149,12 @@ def test_a_receipt_of_older_code_asks_for_the_tokenizer_by_its_flag(work):
     )
 
 
+def test_a_receipt_of_older_code_lists_settings_that_are_now_of_another_order(work):
+    old = {"split": None, "blend_weights": None, "eod_mask_loss": False, "num_samples": -1}
+    edit(work / "r.json", settings={**read_json(work / "r.json")["settings"], **old})
+    assert "OK steps 5" in verified(work, "--steps=5")
+
+
 def test_a_corrupt_tokenizer_in_a_receipt_is_one_sentence(work):
     edit(work / "r.json", tokenizer="not packed")
     assert f"{work / 'r.json'}: its tokenizer cannot be read" in refused(work)

@@ -14,14 +14,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-from numpy.typing import ArrayLike, DTypeLike
+from numpy.typing import DTypeLike
 
 from nanochat.common import LAUNCH, is_remote
 from nanochat.pretokenize import MegatronWriter
 from nanochat.tokens import MappedReader, Reader, TokenFile, pair_paths
+
+if TYPE_CHECKING:
+    import torch
+
+    Ids = torch.Tensor | np.ndarray | Sequence[int]
 
 COPIED_IDS = 1 << 22  # ids that `add_index` holds in memory at once
 
@@ -237,16 +242,13 @@ class IndexedDatasetBuilder:
         self._writer.modes = array("b") if multimodal else None
         self._open = 0  # sequences of the open document
 
-    def add_item(self, tensor: Sequence[int] | np.ndarray, mode: int = 0) -> None:
+    def add_item(self, tensor: "Ids", mode: int = 0) -> None:
         """Append a sequence (n,) of ids to the open document."""
         self._append(tensor, [len(tensor)], [mode])
         self._open += 1
 
     def add_document(
-        self,
-        tensor: Sequence[int] | np.ndarray,
-        lengths: Sequence[int],
-        modes: Sequence[int] | None = None,
+        self, tensor: "Ids", lengths: Sequence[int], modes: Sequence[int] | None = None
     ) -> None:
         """Append a document: its ids, and the length and mode of each of its sequences."""
         self._append(tensor, lengths, [0] * len(lengths) if modes is None else modes)
@@ -280,10 +282,7 @@ class IndexedDatasetBuilder:
         self._writer.end_documents(np.diff(other.document_indices).tolist())
 
     def _append(
-        self,
-        ids: ArrayLike,
-        lengths: Sequence[int] | np.ndarray,
-        modes: Sequence[int] | np.ndarray,
+        self, ids: "Ids", lengths: Sequence[int] | np.ndarray, modes: Sequence[int] | np.ndarray
     ) -> None:
         numbers = np.asarray(modes, np.int64)
         if len(numbers) != len(lengths) or not np.array_equal(numbers, numbers.astype(np.int8)):

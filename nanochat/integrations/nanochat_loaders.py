@@ -11,7 +11,7 @@ a fork of nanochat imports one of the names from there.
 """
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypedDict
 
@@ -70,8 +70,6 @@ def nanochat_batches(
     ValueError (`DataLoader` resumes on any number). The lanes share `buffer_size`.
     """
     _, rank, _, world_size = get_dist_info()
-    if split not in ("train", "val"):
-        raise ValueError(f"split: got {split!r}, expected 'train' or 'val'")
     cursors = None
     if resume_state_dict:
         check_state(resume_state_dict, rank, world_size)
@@ -85,8 +83,7 @@ def nanochat_batches(
         unit_size=min(64, tokenizer_batch_size),
     )
     paths = [Path(path) for path in list_parquet_files(data_dir)]
-    of_split = paths[:-1] if split == "train" else paths[-1:]
-    source = open_source(scan(paths[0].parent, of_split), tokenizer)
+    source = open_split(paths, split, tokenizer)
     loader = DataLoader(
         config,
         {split: source},
@@ -103,6 +100,14 @@ def nanochat_batches(
     with loader:
         for batch in loader:
             yield batch.inputs, batch.targets, state_of(loader, split, source, names)
+
+
+def open_split(paths: Sequence[Path], split: str, tokenizer: Tokenizer) -> Source:
+    """All files but the last for "train", the last one for "val"; ValueError for another split."""
+    if split not in ("train", "val"):
+        raise ValueError(f"split: got {split!r}, expected 'train' or 'val'")
+    of_split = paths[:-1] if split == "train" else paths[-1:]
+    return open_source(scan(paths[0].parent, of_split), tokenizer)
 
 
 def lanes_per_rank(B: int, world_size: int) -> int:

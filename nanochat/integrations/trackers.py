@@ -46,11 +46,8 @@ class Tracker(Sink):
 
 
 class Wandb(Tracker):
-    """The wandb run that --run names. `wandb_id`: its id."""
-
-    @staticmethod
-    def check() -> None:
-        """Never fails: a run without wandb continues with a warning, as in nanochat."""
+    """The wandb run that --run names. If wandb is missing, the run continues without it, as in
+    nanochat. `wandb_id`: id of the wandb run."""
 
     def __init__(self, run: Run) -> None:
         import wandb  # takes a second to import
@@ -133,10 +130,6 @@ def need(package: str) -> None:
 class Profile(Sink):
     """Profiles steps `first` to `last - 1` into RUN/profile/steps-FIRST-LAST.json.gz. A launch that
     starts between them profiles the remaining ones."""
-
-    @staticmethod
-    def check() -> None:
-        """Never fails: PyTorch has the profiler."""
 
     def __init__(self, run: Run) -> None:
         assert run.settings.profiled is not None

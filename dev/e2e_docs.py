@@ -10,7 +10,7 @@ Run every command in README.md and docs/ exactly as written, in the order of the
 If a block cannot run here, a comment right before it in the page gives the reason and names the
 test that runs such a command instead, if there is one:
 
-    <!-- not run here: two machines; tests/test_multi_node.py runs it -->
+    <!-- not run here: two machines; tests/faults/test_multi_node.py runs it -->
     <!-- not run here: a GPU; nothing here runs it -->
 
 The reader's text comes from the README's command.

@@ -2,7 +2,7 @@
 # Set up .venv, then run ruff, mypy and pytest. Stops at the first failure, with its exit code.
 #
 #   bash dev/test.sh                                     # everything
-#   bash dev/test.sh -x -k cursor tests/test_stream.py   # arguments are passed to pytest
+#   bash dev/test.sh tests/spec                          # the specification: arguments are passed to pytest
 #   bash dev/test.sh --hypothesis-profile=thorough       # many more examples per law
 #
 # The suite passes on every CPU, even on a busy one. To check that, simulate a CPU without AVX-512, a CPU without AVX2,

@@ -120,7 +120,7 @@ class Packer:
         whole_length(piece)                if a piece is shorter than its document
         framed, own_bos, max_tokens        if documents have no BOS, tails get one, or rows hold only part of a document
 
-    `tests/test_hacks.py` adds a packer in 30 lines. A layout's rows are part of a run's identity:
+    `tests/ring/test_hacks.py` adds a packer in 30 lines. A layout's rows are part of a run's identity:
     to change any placement of an existing layout, rename it or raise VERSION.
     """
 

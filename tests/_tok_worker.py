@@ -1,4 +1,4 @@
-"""scripts.tok_shards for tests/test_tok_shards.py: converting an input named `slow...` never
+"""scripts.tok_shards for tests/ring/test_tok_shards.py: converting an input named `slow...` never
 ends."""
 
 import os

@@ -205,6 +205,13 @@ def json_copy(value: Any) -> Any:
     return json.loads(json.dumps(value))
 
 
+def stream_config(layout: str, **settings: Any) -> StreamConfig:
+    """`layout`: concat, or what bestfit does with long documents: crop or split."""
+    if layout == "concat":
+        return StreamConfig(layout="concat", **settings)
+    return StreamConfig(long_docs=layout, **settings)
+
+
 class Ranks:
     """All ranks of a stream in one process. `step()` returns the digest of the next step over all
     ranks."""

@@ -42,7 +42,7 @@ from nanochat.run_state import read_state
 from nanochat.run_stop import StopWatch
 from nanochat.tokenizer import RustBPETokenizer
 from scripts import base_train, inspect_data, tok_shards
-from tests.faults import die
+from tests.crashes import die
 from tests.toy import write_parquet
 
 VOCAB_SIZE = 320

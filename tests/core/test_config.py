@@ -1,0 +1,429 @@
+"""Settings: help, every impossible value, files of flags, older runs, and the table in the docs."""
+
+import json
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from nanochat import config
+from nanochat.cli import Parser
+from nanochat.common import write_json
+from nanochat.config import (
+    FIELDS,
+    REMOVED,
+    Settings,
+    add_flags,
+    current,
+    fields_of,
+    flag,
+    resume_settings,
+    settings_table,
+)
+from nanochat.integrations.megatron_settings import MegatronSettings
+from scripts import receipt
+from tests.spec.test_config import MIX, RUN, RUN_DIR, RUNS, changed, parse
+
+ROOT = Path(__file__).parents[2]
+
+
+# ---- flags ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "content", ["70 web\n30 code\n", "7e1\tweb 30.0 code", "  70\nweb\n30\ncode"]
+)
+def test_megatrons_data_args_path_is_a_file_with_the_list_of_data_path(tmp_path, content):
+    (tmp_path / "list").write_text(content)
+    listed = parse(
+        f"--data-args-path={tmp_path / 'list'}", "--order=megatron", "--data-format=megatron"
+    )
+    assert (listed.data_path, listed.blend_weights) == ("web,code", [70.0, 30.0])
+
+
+@pytest.mark.parametrize(
+    ("content", "more", "message"),
+    [
+        ("", [], "list: expected paths"),
+        ("a,b c", [], "none of them with a comma"),
+        (b"\xff", [], "cannot be read as text"),
+        (None, [], "list: no such file"),
+        ("web code x", ["--data-path=web"], "--data-path is also given"),
+    ],
+)
+def test_a_bad_data_args_path_is_one_sentence(tmp_path, content, more, message):
+    if content is not None:
+        (tmp_path / "list").write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises((ValueError, FileNotFoundError), match=message):
+        parse("--order=megatron", f"--data-args-path={tmp_path / 'list'}", *more)
+
+
+def test_help_shows_each_flag_with_its_default():
+    text = " ".join(add_flags(Parser(prog="x")).format_help().split())
+    for name, f in FIELDS.items():
+        if f.metadata.get("flag", True):
+            assert re.search(rf"{re.escape(flag(name))}[ ,]", text)
+            if type(f.default) in (int, float) and "default" not in f.metadata["help"]:
+                assert re.search(
+                    rf"{re.escape(flag(name))} [^()]*.*?\(default: {re.escape(str(f.default))}\)",
+                    text,
+                )
+
+
+@pytest.mark.parametrize(
+    ("argv", "error"),
+    [
+        (["--init-optimizer"], "name that other run with --init-from=RUN"),
+        (["--skip-steps=-1"], "--skip-steps: got -1"),
+        (["--max-grad-norm=0"], "--max-grad-norm: got 0.0"),
+        (
+            ["--walltime-reserve-seconds=-1"],
+            "--walltime-reserve-seconds: got -1.0, expected at least 0",
+        ),
+        (
+            ["--collective-timeout-seconds=0"],
+            "--collective-timeout-seconds: got 0.0, expected a number above 0",
+        ),
+        (["--warmup-steps=-1"], "--warmup-steps: got -1"),
+        (["--final-lr-frac=nan"], "--final-lr-frac: got nan"),
+        *(
+            ([f"--{name}=0"], f"--{name}: got 0, expected at least 1")
+            for name in (
+                "tokenizer-threads",
+                "num-iterations",
+                "device-batch-size",
+                "keep-last-k",
+                "keep-milestone-every",
+            )
+        ),
+        (["--num-iterations=-2"], "--num-iterations: got -2, expected at least 1"),
+        *(
+            ([f"--{name}={10**15}"], f"--{name}: got {10**15}, expected at least 1 and at most")
+            for name in (
+                "depth",
+                "aspect-ratio",
+                "head-dim",
+                "max-seq-len",
+                "device-batch-size",
+                "total-batch-size",
+                "num-iterations",
+            )
+        ),
+        *(
+            ([f"--{name}-lr=1e308"], f"--{name}-lr: got 1e+308, expected at least 0 and at most")
+            for name in ("matrix", "embedding", "unembedding", "scalar")
+        ),
+        (["--warmdown-ratio=1.1"], "--warmdown-ratio: got 1.1, expected at least 0 and at most 1"),
+        (["--skip-spikes=nan"], "--skip-spikes: got nan"),
+        (["--z-loss=-1"], "--z-loss: got -1.0"),
+        *(
+            ([f"{name}={value}"], f"{name}: got {float(value)}, expected a finite number")
+            for value in ("inf", "nan", "-inf")
+            for name in (
+                "--z-loss",
+                "--walltime-reserve-seconds",
+                "--weight-decay",
+                "--max-grad-norm",
+            )
+        ),
+        (["--text-field=body", "--data-format=shards"], "--text-field=body: applies to text only"),
+        *(
+            ([f"--log-to={value}"], f"--log-to: got '{value}', expected wandb, tensorboard")
+            for value in ("tensorbord", "")
+        ),
+        *(
+            ([f"--profile-steps={value}"], f"--profile-steps: got '{value}', expected A")
+            for value in ("7", "9:9", "-1:x")
+        ),
+        (["--order=megatron"], "--data-format is text"),
+        (
+            ["--order=megatron", "--data-format=megatron", "--long-docs=split"],
+            "--long-docs: has no effect with --order=megatron",
+        ),
+        (["--curriculum={"], "--curriculum: not valid JSON"),
+        (["--curriculum={}"], "curriculum: expected a list, got nothing"),
+        (["--curriculum=" + '{"a":' * 100_000], "--curriculum: not valid JSON"),
+        *(
+            (
+                [f"--blend-weights={weights}", "--order=megatron", "--data-format=megatron"],
+                "numbers above 0",
+            )
+            for weights in ("0,1", "1,inf", "nan,1")
+        ),
+    ],
+)
+def test_impossible_values_and_contradictions_are_refused(argv, error):
+    with pytest.raises(ValueError, match=re.escape(error)):
+        parse(*argv)
+
+
+def test_help_lists_the_flags_of_an_order_when_the_order_is_given(capsys):
+    for words, is_listed in (["--help"], False), (["--order=megatron", "--help"], True):
+        with pytest.raises(SystemExit, match="0"):
+            add_flags(Parser()).parse_args(words)
+        assert ("--blend-weights" in capsys.readouterr().out) == is_listed
+
+
+@pytest.mark.parametrize("name", config.ELSEWHERE)
+def test_a_flag_of_another_program_is_an_error_that_names_ours(name, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        parse(name)
+    assert capsys.readouterr().err.startswith(f"error: {name}: {config.ELSEWHERE[name]}")
+    assert {
+        "--resume-from-step",
+        "--allow-curriculum-change",
+        "--batch-size",
+        "--learning-rate",
+        "--training.resume",
+    } <= set(config.ELSEWHERE)
+
+
+LAUGHS = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(  # 9**9 items
+    f"{name}: &{name} [{', '.join([f'*{before}'] * 9)}]\n"
+    for before, name in zip("abcdefgh", "bcdefghi")
+)
+
+# ---- a file of flags -----------------------------------------------------------------------------
+
+
+def test_the_config_of_a_run_is_a_file_of_flags(tmp_path):
+    (tmp_path / "mix.yaml").write_text(
+        "curriculum: [{duration_tokens: 10, mix: {web: 1}}]\n"
+        "allow_budget_mismatch: true\nallow_bucket_exhaustion: true\n"
+    )
+    once = parse(
+        "--curriculum", str(tmp_path / "mix.yaml"), "--resume=scratch", "--force", "--depth=3"
+    )
+    assert once.allow_budget_mismatch and once.allow_bucket_exhaustion
+    run = replace(once, vocab_size=5, world_size=2, lanes=8)
+    write_json(tmp_path / "config.json", {**run.to_json(), "derived": {}, "origin": None})
+    assert parse("--config", str(tmp_path / "config.json")) == replace(
+        once, lanes=8, resume="auto", force=False
+    )  # these two must not start the run over
+
+
+BAD_YAML = [
+    ("depht: 3", "--depht: unknown flag; did you mean --depth?"),
+    ("zeal: 3", "--zeal: unknown flag"),
+    ("depth: x", "--depth: invalid int value: 'x'"),
+    ("depth: {a: 1}", "--depth: invalid int value: "),
+    ("depth: true", "--depth: got True, expected text or a number"),
+    ("force: 3", "--force: got 3, expected true or"),
+    ("long_docs: foo", "--long-docs: got 'foo', expected"),
+    ("- a", "expected a mapping from flags to values"),
+    (
+        "training: {max_steps: 9}",
+        "--training: each setting has its own flag, such as --data-path=DIR",
+    ),
+    ("data: {format: jsonl}", "--data: each setting has its own flag"),
+    ("config: b", "--config: unknown flag"),
+    ("a: b: c", "not valid YAML (line 1: mapping values are not"),
+    ("depth: !!bool x", "not valid YAML"),
+    ("depth: !!float", "not valid YAML"),
+    ('run: "\\UFFFFFFFF"', "not valid YAML"),
+    ("a: &a [x]\nb: *a", "--a: unknown flag"),
+    ("[" * 100_000, "lists and mappings nested more than 20"),
+    ("a" * 2**20, "more than 524,288 bytes"),
+    (
+        "curriculum: {a: 2024-01-01}",
+        "2024-01-01 is a date, which is not plain text or a number; put it in quotes",
+    ),
+    ("curriculum: {2024-01-01: 3}", "2024-01-01 is a date"),
+    ("curriculum: {a: !!set {x}}", "is a set, which is not"),
+    ("curriculum: [!!binary aGk=]", "is a bytes"),
+    (LAUGHS, "values"),
+    (f"depth: 3\n{LAUGHS}", "values"),
+    ("- " + LAUGHS.replace("\n", "\n  "), "values"),
+    (None, "No such file or directory; expected a file of flags"),
+]
+BAD_TOML = [
+    ("depth" + ".a" * 3000 + " = 1", "lists and mappings nested more than 20"),
+    ("depth = " + "[" * 9000, "recursion"),
+    ("depth" + ".a" * 20_000 + " = 1", "more than 32,768 bytes"),
+    ("depth = 2020-01-01", "is a date, which is not"),
+    ("curriculum.a = 2020-01-01", "2020-01-01 is a date, which is not plain text"),
+    ("depth 3", "expected YAML, or TOML in a .toml file"),
+    ("depth.a.a = 1", "--depth: invalid int value"),
+]
+
+
+@pytest.mark.parametrize(
+    "name, text, error",
+    [*(("a.yaml", *row) for row in BAD_YAML), *(("a.toml", *row) for row in BAD_TOML)],
+)
+def test_a_bad_file_of_flags_is_one_sentence(tmp_path, capsys, name, text, error):
+    if text is not None:
+        (tmp_path / name).write_text(text)
+    with pytest.raises(SystemExit, match="2"):
+        parse("--config", str(tmp_path / name))
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"error: --config={tmp_path / name}: ") and error in line
+
+
+@pytest.mark.parametrize(
+    "words, error",
+    [
+        (["--depht=3"], "--depht: unknown flag; did you mean --depth?"),
+        (["--depth=x"], "argument --depth: invalid int value: 'x'"),
+        (
+            ["--depth=1", "--long-docs=spilt"],
+            "--long-docs: got 'spilt', expected crop, split; did you mean split?",
+        ),
+        (["d12"], "d12: not a flag"),
+    ],
+)
+def test_an_error_on_the_command_line_does_not_name_the_file(tmp_path, capsys, words, error):
+    path = tmp_path / "a.yaml"
+    path.write_text("depth: 4\nlong_docs: split\n")
+    with pytest.raises(SystemExit, match="2"):
+        parse(f"--config={path}", *words)
+    assert capsys.readouterr().err.startswith(f"error: {error}")
+    path.write_text("depth: x\n")
+    with pytest.raises(SystemExit, match="2"):
+        parse(f"--config={path}", "--depth=3")
+    assert capsys.readouterr().err.startswith(f"error: --config={path}: argument --depth: invalid")
+
+
+# ---- a resume ------------------------------------------------------------------------------------
+
+
+def test_the_table_of_settings_has_a_row_for_each_rule():
+    """tests/ring/test_docs.py compares the rows with the docs, but would not miss those at the
+    end."""
+    rows = [line.split("`")[1] for line in settings_table().splitlines()[2:]]
+    own = fields_of(MegatronSettings)
+    assert rows == [flag(name) for name, f in own.items() if f.metadata["note"]]
+    assert all(f.metadata["note"] for f in own.values() if f.metadata["decides"])
+
+
+@pytest.mark.parametrize(
+    ("damage", "error"),
+    [
+        ({"depth": "4"}, "depth: expected a whole number, got a string"),
+        ({"pack": 1}, "pack: expected true or false"),
+        ({"seed": None}, "seed: expected a whole number, got null"),
+        ({"order": "megatron", "blend_weights": 3}, "expected a list or null"),
+        ({"order": "zeal"}, "--order: got 'zeal', expected lanes or megatron"),
+        ({"order": ["lanes"]}, "order: expected a string, got a list"),
+        ({"curriculum": []}, "expected an object or null"),
+        ({"curriculum": {"phases": 3}}, "phases: expected a list"),
+        ({"curriculum": {"phases": ["x"]}}, ""),
+        ({"warmup_steps": 2.5}, "warmup_steps: expected a whole number, got a"),
+        ({"z_loss": float("nan")}, "--z-loss: got nan"),
+        ({"data_format": "shards", "min_chars": 3}, "applies to text"),
+    ],
+)
+def test_a_config_json_with_impossible_values_is_named(damage, error):
+    """Regression: a value of another type was a TypeError, and the error of a curriculum named no
+    file."""
+    with pytest.raises(ValueError, match=rf"restore the run's config\.json, .*{re.escape(error)}"):
+        Settings.from_json({**RUN.to_json(), **damage})
+
+
+OLD = {
+    "log_every": 10,
+    "row_losses": False,
+    "tokenizer_dir": "x",
+    "object_storage_cache": "/cache",
+    "split": None,
+    "blend_weights": None,
+    "eod_mask_loss": False,
+    "num_samples": -1,
+    "index_cache": None,
+}
+
+
+def test_a_run_with_removed_settings_resumes_without_them():
+    assert OLD.keys() == REMOVED
+    assert resume_settings({**RUN.to_json(), **OLD}, RUN, run_dir=RUN_DIR) == (RUN, {})
+
+
+def test_settings_of_older_versions_do_not_make_runs_differ():
+    run = RUN.to_json()
+    assert current({**run, **OLD}) == run
+    megatron = RUNS[MegatronSettings].to_json()
+    assert current({**megatron, "log_every": 1}) == megatron, "its split is no older setting"
+
+
+def test_the_config_json_of_a_run_with_removed_settings_is_a_file_of_flags(tmp_path):
+    write_json(tmp_path / "config.json", {**RUN.to_json(), **OLD, "derived": {}})
+    assert parse(f"--config={tmp_path / 'config.json'}") == RUN
+
+
+@pytest.mark.parametrize(
+    "flag, advice",
+    [
+        ("--log-every=2", "every step is printed"),
+        ("--no-row-losses", "the losses of rows are always kept"),
+        (
+            "--object-storage-cache=x",
+            "copies are in <base dir>/object_storage, and NANOCHAT_BASE_DIR",
+        ),
+    ],
+)
+def test_a_removed_flag_is_refused_with_what_happens_now(capsys, flag, advice):
+    with pytest.raises(SystemExit, match="2"):
+        parse(flag)
+    assert f"omit it; {advice}" in capsys.readouterr().err
+
+
+def test_the_notation_and_last_duration_of_a_curriculum_may_change():
+    longer = {**MIX, "phases": [{"duration_tokens": 99, "mix": {"web": 0.5}}]}
+    then, now = (replace(RUN, curriculum=mix) for mix in (MIX, longer))
+    assert resume_settings(then.to_json(), now, run_dir=RUN_DIR) == (now, {})
+    more = {**MIX, "phases": [*MIX["phases"], {"duration_tokens": 5, "mix": {"code": 1}}]}
+    with pytest.raises(ValueError) as caught:
+        resume_settings(then.to_json(), replace(RUN, curriculum=more), run_dir=RUN_DIR)
+    assert '{"duration_tokens":null,"shares":{"web":1}}' in str(caught.value)
+    assert '{"duration_tokens":null,"shares":{"code":1}}' in str(caught.value)
+
+
+# ---- rules are data, sentences are not -----------------------------------------------------------
+
+REWORD = """
+import json, sys
+from pathlib import Path
+from nanochat import cli
+
+declare = cli.setting
+
+def reworded(default, help, **rules):
+    for name in ("fixed", "note"):
+        if isinstance(rules.get(name), str):
+            rules[name] += f" (said otherwise: {help})"
+    return declare(default, help, **rules)
+
+cli.setting = reworded
+from tests.core.test_config import rules_of_settings
+print(json.dumps(rules_of_settings(Path(sys.argv[1]))))
+"""
+
+
+def rules_of_settings(run_dir):
+    """[{class: the settings in a receipt}, {setting: what a resume with another value is told}] for a run in
+    `run_dir` with a checkpoint."""
+    answers = {}
+    for name in FIELDS:
+        run = {**RUN.to_json(), name: changed(name)}
+        if name == "order":
+            run |= {"data_format": "megatron"}
+        try:
+            resume_settings(run, RUN, run_dir=run_dir)
+            answers[name] = "allowed"
+        except ValueError as e:
+            answers[name] = "weights fit" if "; --init-from=" in str(e) else "refused"
+    receipts = {kind.__name__: [*receipt.row_settings(run)] for kind, run in RUNS.items()}
+    return [receipts, answers]
+
+
+def test_a_reworded_sentence_changes_no_rule_of_a_resume_and_no_receipt(tmp_path):
+    run_dir = tmp_path / "d4"
+    (run_dir / "checkpoints/checkpoint-5").mkdir(parents=True)
+    words = [sys.executable, "-c", REWORD, str(run_dir)]
+    printed = subprocess.run(words, check=True, capture_output=True, text=True, cwd=ROOT).stdout
+    rules = rules_of_settings(run_dir)
+    assert json.loads(printed) == rules
+    assert {*rules[1].values()} == {"allowed", "weights fit", "refused"}

@@ -1,0 +1,392 @@
+"""Prepared folders: other kinds of rows, interruptions, damage, older runs, and the command."""
+
+import errno
+import json
+import os
+import shutil
+import threading
+
+import pyarrow.parquet as pq
+import pytest
+
+from nanochat import prepare
+from nanochat.files import data_at
+from nanochat.sources import (
+    check,
+    check_files,
+    fingerprint,
+    open_source,
+    read_manifests,
+    scan,
+    warn_of_arrivals,
+)
+from nanochat.splits import pin_files
+from nanochat.text import Selection
+from scripts import inspect_data, receipt, verify
+from tests import training
+from tests.spec.test_prepare import DOCUMENTS, folders, places
+from tests.toy import ByteTokenizer, write_jsonl, write_parquet
+
+
+@pytest.fixture(autouse=True)
+def base_dir(tmp_path_factory, monkeypatch):
+    folder = tmp_path_factory.mktemp("base")
+    monkeypatch.setenv("NANOCHAT_BASE_DIR", str(folder))
+    monkeypatch.setattr(prepare, "GROUP_DOCUMENTS", 8)
+    return folder
+
+
+@pytest.fixture
+def data(tmp_path):
+    """Three files of jsonl."""
+    for i, name in enumerate("abc"):
+        write_jsonl(tmp_path / "data" / f"{name}.jsonl", DOCUMENTS[20 * i : 20 * i + 20])
+    return tmp_path / "data"
+
+
+@pytest.fixture
+def converted(monkeypatch):
+    """The names of the files that are converted from now on."""
+    names = []
+    convert = prepare._convert
+
+    def counting(file, *args):
+        names.append(file.name)
+        return convert(file, *args)
+
+    monkeypatch.setattr(prepare, "_convert", counting)
+    return names
+
+
+# ---- the folder ----------------------------------------------------------------------------------
+
+
+def test_a_row_of_parquet_with_nulls_keeps_its_number(tmp_path):
+    path = write_parquet(tmp_path / "a.parquet", ["one", None, "two", None, "three"], 2)
+    source = open_source(scan(path), ByteTokenizer())
+    assert [source.origin_of(0, row) for row in range(3)] == [
+        ("a.parquet", line) for line in (1, 3, 5)
+    ]
+
+
+def test_the_part_of_a_txt_file_for_validation_keeps_its_line(tmp_path):
+    (tmp_path / "a.txt").write_text("one\ntwo\nthree\nfour\n")
+    manifest = scan(tmp_path, selection=Selection(val_fraction=0.3, part="val"))
+    assert open_source(manifest, ByteTokenizer()).origin_of(0, 0) == ("a.txt", 4)
+
+
+def test_ordinary_parquet_beside_other_kinds_is_read_where_it_is(data):
+    write_parquet(data / "0.parquet", DOCUMENTS, 8)
+    manifest = scan(data)
+    assert ["parquet" in entry for entry in manifest["files"]] == [False, True, True, True]
+    assert open_source(manifest, ByteTokenizer()).paths[0] == data / "0.parquet"
+
+
+def test_folders_train_and_val_of_the_user_are_not_repeated(tmp_path, base_dir):
+    for name in ("train/web/a", "train/code/a", "val/web/a"):
+        write_jsonl(tmp_path / f"{name}.jsonl", DOCUMENTS[:9])
+    pin_files(tmp_path)
+    [folder] = folders(base_dir)
+    assert sorted(str(path.relative_to(folder)) for path in folder.rglob("*.parquet")) == [
+        "train/code/a.jsonl.parquet",
+        "train/web/a.jsonl.parquet",
+        "val/web/a.jsonl.parquet",
+    ]
+
+
+# ---- once ----------------------------------------------------------------------------------------
+
+
+def test_other_options_give_another_folder(data, base_dir):
+    selections = (Selection(), Selection(min_chars=5), Selection(val_fraction=0.5, part="val"))
+    prints = {fingerprint(scan(data, selection=selection)) for selection in selections}
+    assert len(prints) == len(folders(base_dir)) == 3
+
+
+def test_an_interrupted_preparation_is_continued(data, converted, monkeypatch):
+    columns = prepare._columns
+
+    def interrupted(group, name):
+        if name == "c.jsonl":
+            raise KeyboardInterrupt
+        return columns(group, name)
+
+    monkeypatch.setattr(prepare, "_columns", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        scan(data)
+    monkeypatch.setattr(prepare, "_columns", columns)
+    converted.clear()
+    manifest = scan(data)
+    assert converted == ["c.jsonl"]
+    assert not list(prepare.prepared_dir().rglob(".*.tmp"))
+    assert manifest == scan(data)
+
+
+def test_a_killed_preparation_is_continued(data, converted, monkeypatch):
+    """Death leaves the records that were written last."""
+    keep = prepare._keep
+    monkeypatch.setattr(prepare, "KEEP_S", 0.0)
+    monkeypatch.setattr(prepare, "_keep", lambda *_: None)
+    manifest = scan(data)
+    [folder] = prepare.prepared_dir().iterdir()
+    (folder / "train/c.jsonl.parquet").unlink()
+    (folder / "train/.c.jsonl.parquet.01234567.tmp").touch()
+    os.utime(folder / "train/.c.jsonl.parquet.01234567.tmp", (1, 1))
+    monkeypatch.setattr(prepare, "_keep", keep)
+    converted.clear()
+    assert scan(data) == manifest and converted == ["c.jsonl"]
+    assert not list(folder.rglob(".*.tmp"))
+
+
+@pytest.mark.parametrize("has_locks", [True, False])
+def test_launches_that_prepare_at_once_do_not_harm_each_other(
+    data, converted, monkeypatch, has_locks
+):
+    def no_locks(*_):
+        raise OSError(errno.ENOTSUP, "no locks")
+
+    if not has_locks:
+        monkeypatch.setattr(prepare.fcntl, "flock", no_locks)
+    manifests = []
+    threads = [threading.Thread(target=lambda: manifests.append(scan(data))) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(manifests) == 4 and all(manifest == manifests[0] for manifest in manifests)
+    assert check(manifests[0]) == manifests[0]
+    if has_locks:
+        assert len(converted) == 3, "one prepares while the others wait"
+
+
+# ---- damage --------------------------------------------------------------------------------------
+
+
+def test_a_damaged_page_is_an_error_that_names_the_prepared_file(data):
+    manifest = scan(data)
+    [place, *_] = places(manifest)
+    with open(place, "r+b") as file:
+        file.seek(40)
+        file.write(b"\xff" * 9)
+    with pytest.raises(ValueError, match=r"a\.jsonl\.parquet: .*delete the file; the next launch"):
+        list(open_source(manifest, ByteTokenizer()).texts(0))
+
+
+def test_a_prepared_file_that_vanishes_while_a_run_reads_it_is_one_sentence(data):
+    manifest = scan(data)
+    source = open_source(manifest, ByteTokenizer())
+    prepare.main(["--remove"])
+    with pytest.raises(FileNotFoundError, match=r"gone; the next launch prepares it again$"):
+        list(source.texts(0))
+
+
+def test_a_full_disk_is_one_sentence_and_leaves_no_half_written_file(data, base_dir, monkeypatch):
+    columns = prepare._columns
+
+    def full(group, name):
+        if name == "b.jsonl":
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return columns(group, name)
+
+    monkeypatch.setattr(prepare, "_columns", full)
+    with pytest.raises(OSError, match=r"no room .*No space left.*NANOCHAT_BASE_DIR") as e:
+        scan(data)
+    assert "\n" not in str(e.value)
+    assert not list(base_dir.rglob(".*.tmp"))
+    for path in base_dir.rglob("*.parquet"):
+        assert pq.read_table(path).num_rows == 20
+
+
+def test_a_file_that_changes_while_it_is_read_is_an_error(data, monkeypatch):
+    columns = prepare._columns
+
+    def changing(group, name):
+        write_jsonl(data / "b.jsonl", DOCUMENTS[:3])
+        return columns(group, name)
+
+    monkeypatch.setattr(prepare, "_columns", changing)
+    with pytest.raises(ValueError, match=r"b\.jsonl: it changed while being read"):
+        scan(data / "b.jsonl")
+
+
+# ---- pins ----------------------------------------------------------------------------------------
+
+
+def test_pins_do_not_depend_on_the_bytes_that_pyarrow_writes(data, base_dir, monkeypatch):
+    before = scan(data)
+    writer = pq.ParquetWriter
+    monkeypatch.setattr(
+        prepare.pq,
+        "ParquetWriter",
+        lambda *args, **kw: writer(*args, **{**kw, "compression": "gzip"}),
+    )
+    sizes = [os.path.getsize(place) for place in places(before)]
+    shutil.rmtree(base_dir / "prepared")
+    assert check(before) == before
+    assert [os.path.getsize(place) for place in places(before)] != sizes
+
+
+def test_a_run_finds_its_data_on_a_machine_with_another_base_dir(
+    data, tmp_path, tmp_path_factory, monkeypatch
+):
+    manifests = pin_files(data)
+    moved = tmp_path / "elsewhere" / "mytext"
+    shutil.copytree(data, moved)
+    shutil.rmtree(data)
+    monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path_factory.mktemp("other")))
+    found = check_files(manifests, moved)
+    for split in ("train", "val"):
+        assert fingerprint(found[split]["data"]) == fingerprint(manifests[split]["data"])
+
+
+def test_a_touched_file_is_the_same_data(data):
+    manifest = scan(data)
+    os.utime(data / "a.jsonl", ns=(1, 1))
+    assert fingerprint(check(manifest)) == fingerprint(manifest)
+
+
+def test_a_file_with_another_size_is_refused_before_anything_is_converted(data, converted):
+    manifest = scan(data)
+    write_jsonl(data / "b.jsonl", DOCUMENTS)
+    converted.clear()
+    with pytest.raises(ValueError, match=r"b\.jsonl: it has changed since this run began \(size"):
+        check(manifest)
+    assert converted == []
+
+
+def test_a_file_that_arrives_later_does_not_change_a_run(data):
+    manifests = pin_files(data)
+    write_jsonl(data / "d.jsonl", DOCUMENTS)
+    assert check_files(manifests, data) == manifests
+
+
+def test_a_file_that_arrived_after_the_run_began_is_named(data, caplog):
+    manifests = pin_files(data)
+    write_jsonl(data / "new/d.jsonl", DOCUMENTS)
+    began = (data / "new/d.jsonl").stat().st_ctime
+    warn_of_arrivals(manifests, data_at(data), "text", began)
+    assert not caplog.messages
+    warn_of_arrivals(manifests, data_at(data), "text", began - 0.01)
+    [message] = caplog.messages
+    assert "1 file that arrived after this run began: new/d.jsonl" in message
+
+
+@pytest.fixture
+def older(tmp_path):
+    """A function that gives a manifest as older code pinned it: by the bytes of the parquet file
+    that it wrote. Returns (its fingerprint then, the manifest as it is read now)."""
+
+    def older(manifest):
+        entries = []
+        for entry in manifest["files"]:
+            rest = {name: value for name, value in entry.items() if name != "parquet"}
+            entries.append({**rest, "size": 7, "footer": "00", "own_size": entry["size"]})
+        old = {**manifest, "files": entries}
+        path = tmp_path / "data_manifest.json"
+        path.write_text(json.dumps({"train": {"data": old}, "val": {}}))
+        return fingerprint(old), read_manifests(path)["train"]["data"]
+
+    return older
+
+
+def test_a_run_that_older_code_began_keeps_its_fingerprint(data, older):
+    before, old = older(scan(data, selection=Selection(min_chars=5)))
+    found = check(check(old))
+    assert fingerprint(found) == fingerprint(old) == before
+    [first, *_] = open_source(found, ByteTokenizer()).texts(0)
+    assert first in DOCUMENTS
+
+
+def test_a_run_that_older_code_began_pins_the_hashes_when_it_resumes(data, older):
+    _, old = older(scan(data))
+    found = check(old)
+    hashes = [entry["footer"] for entry in found["files"]]
+    assert hashes == [entry["footer"] for entry in scan(data)["files"]]
+
+
+def test_changed_documents_of_a_run_that_older_code_began_are_an_error(data, older):
+    """The file keeps its size, of which alone older code had a record."""
+    _, old = older(scan(data))
+    lines = (data / "b.jsonl").read_text().splitlines()
+    number = next(i for i, line in enumerate(lines) if len(line) > 30)
+    shorter = json.dumps({"text": json.loads(lines[number])["text"][:-9]})
+    lines[number] = shorter.ljust(len(lines[number]))
+    (data / "b.jsonl").write_text("\n".join(lines) + "\n")
+    with pytest.raises(ValueError, match=r"b\.jsonl: it has changed since this run began \(tokens"):
+        check(old)
+
+
+# ---- the command ---------------------------------------------------------------------------------
+
+
+def test_the_command_lists_sizes_and_sources(data, base_dir, capsys):
+    scan(data)
+    prepare.main([])
+    printed = capsys.readouterr().out
+    assert folders(base_dir)[0].name in printed and "a.jsonl" in printed and "1 folder" in printed
+
+
+def test_the_command_removes_all_folders_and_those_of_older_versions(data, base_dir, capsys):
+    scan(data)
+    (base_dir / "converted/0123").mkdir(parents=True)
+    prepare.main(["--remove"])
+    assert folders(base_dir) == [] and not (base_dir / "converted").exists()
+
+
+def test_the_command_removes_the_named_folder_alone(data, base_dir):
+    scan(data)
+    scan(data, selection=Selection(min_chars=5))
+    first, second = folders(base_dir)
+    prepare.main([first.name, "--remove"])
+    assert folders(base_dir) == [second]
+    with pytest.raises(ValueError, match="no such folder"):
+        prepare.main(["../runs", "--remove"])
+
+
+def test_hard_links_are_counted_once(data, base_dir):
+    scan(data)
+    once = prepare.disk_bytes(base_dir / "prepared")
+    write_jsonl(data / "d.jsonl", DOCUMENTS[:1])
+    scan(data)
+    assert prepare.disk_bytes(base_dir / "prepared") < 2 * once
+
+
+# ---- runs ----------------------------------------------------------------------------------------
+
+
+def test_a_run_on_jsonl_resumes_with_the_same_digests_after_its_folder_is_removed(tmp_path, capsys):
+    """Also: `find` and `rows` name the line of the user's own file, and a receipt is verified on a
+    machine that has prepared nothing."""
+    with training.workplace(tmp_path, **training.SMALL, num_iterations=4, save_every=2) as base:
+        text = base / "text"
+        for name in "ab":
+            write_jsonl(text / f"{name}.jsonl", training.texts(120, seed=ord(name)))
+        (text / "a.jsonl").write_text("broken\n" + (text / "a.jsonl").read_text())
+        training.succeed(data_path=text)
+        training.succeed(data_path=text, num_iterations=2, model_tag="resumed")
+        assert prepare.main(["--remove"]) == 0
+        write_jsonl(text / "c.jsonl", ["new"])
+        outcome = training.succeed(data_path=text, model_tag="resumed")
+        assert "not reading 1 file that arrived after this run began: c.jsonl" in outcome.err
+        assert training.digests() == training.digests("resumed") and len(training.digests()) == 4
+
+        capsys.readouterr()
+        assert inspect_data.main(["find", "run", "--document=a.jsonl:5"]) == 0
+        assert "it begins at line 7 of a.jsonl" in capsys.readouterr().out
+        assert inspect_data.main(["rows", "run", "--step=0", "--json"]) == 0
+        for line in capsys.readouterr().out.splitlines():
+            for document in json.loads(line)["documents"]:
+                assert document["line"] == document["document"] + 2
+        assert receipt.main(["run", f"--out={base / 'r.json'}"]) == 0
+        prepare.main(["--remove"])
+        check_receipt = [str(base / "r.json"), f"--data-path={text}", "--steps=0,3"]
+        assert verify.main(check_receipt) == 0
+        assert verify.main([str(base / "runs/run")]) == 0
+
+        content = (text / "a.jsonl").read_text()
+        (text / "a.jsonl").write_text(content.replace("the", "teh", 1))
+        capsys.readouterr()
+        assert verify.main([str(base / "runs/run")]) == 1
+        assert f"{text}/a.jsonl: it has changed" in capsys.readouterr().out
+        assert verify.main(check_receipt) == 1
+        assert f"{text}/a.jsonl: its contents have changed" in capsys.readouterr().out

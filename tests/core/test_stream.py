@@ -1,0 +1,126 @@
+"""Single cases of the stream: resumes, memory, another curriculum. Laws with random data are in
+tests/core/test_stream_laws.py."""
+
+import numpy as np
+import pytest
+
+from nanochat.curriculum import Curriculum, Phase
+from nanochat.order import StreamConfig
+from nanochat.rows import Packed
+from nanochat.stream import Stream, carry_on, stream_identity
+from tests.spec.test_stream import BASE, saved
+from tests.toy import MemorySource, Ranks, fixed_source, json_copy, stream_config
+
+# ---- cursors -------------------------------------------------------------------------------------
+
+
+def test_a_pending_document_whose_tokens_changed_is_refused_at_the_row_that_needs_it():
+    cursors, changed = saved(), fixed_source()
+    key = tuple(cursors[2]["buckets"]["b"]["waiting"][-1][:3])
+    _, group, document = key
+    changed.documents[group][document] = np.append(changed.documents[group][document], 7).astype(
+        np.uint16
+    )
+    stream = Stream(BASE, {"b": changed}, [2], tokenizer="t", cursors=cursors, num_threads=1)
+    with pytest.raises(
+        ValueError,
+        match=rf"memory_{group // 2}: document {document} of group {group % 2} has .* "
+        r"tokens, but the checkpoint says .*changed since the run began",
+    ):
+        stream.next_rows(30)
+    stream.close()
+
+
+def test_a_resume_reads_each_pending_document_once_and_no_other_document_of_the_past():
+    config = stream_config("crop", T=64, V=2, buffer_size=64, unit_size=4)
+    source = fixed_source(num_groups=20, group_size=20)
+    with Ranks(config, {"b": source}, n=1, W=1) as ranks:
+        for _ in range(40):
+            ranks.step()
+        cursors = ranks.cursors()
+    waiting = sorted(tuple(p[1:3]) for c in cursors for p in c["buckets"]["b"]["waiting"])
+    source.reads.clear()
+    with Ranks(config, {"b": source}, n=1, W=1, cursors=cursors):
+        pass  # closing waits for reads in progress
+    reads = [(group, row) for group, rows in source.reads for row in rows]
+    assert len(waiting) > 20 and set(reads) <= set(waiting) and len(reads) == len(set(reads))
+
+
+# ---- memory --------------------------------------------------------------------------------------
+
+
+def test_crop_keeps_at_most_a_row_of_a_long_document():
+    config = StreamConfig(T=99, V=1, buffer_size=2, max_epochs=1)
+    stream = Stream(
+        config,
+        {"data": MemorySource([[np.arange(10_000)], [np.arange(10_000)]])},
+        [0],
+        tokenizer="t",
+    )
+    stream.next_rows(1)  # prefetches the next document
+    stream.feeds["data"][0]._fill()
+    held = [document.ids for document in stream.feeds["data"][0].documents.values()]
+    stream.close()
+    assert held and all(len(ids) == 100 and ids.base is None for ids in held)
+
+
+def test_split_keeps_the_unused_part_of_a_long_document_compressed():
+    config = StreamConfig(T=99, V=1, buffer_size=2, long_docs="split", overlap=9, max_epochs=1)
+    ids = (np.arange(50_000) % 1000).astype(np.uint32)
+    stream = Stream(config, {"data": MemorySource([[ids]])}, [0], tokenizer="t")
+    feed, sizes = stream.feeds["data"][0], []
+    for _ in range(400):
+        feed.next_row(0)
+        [document] = feed.documents.values()
+        kept = document.ids
+        sizes.append(sum(map(len, kept.chunks)))
+    stream.close()
+    assert isinstance(kept, Packed) and sizes[0] < ids.nbytes / 2 and sizes[-1] < sizes[0] / 2
+    assert (kept[40_001:49_000] == ids[40_000:48_999]).all() and kept[
+        49_000:49_001
+    ].dtype == kept.dtype
+
+
+# ---- curricula -----------------------------------------------------------------------------------
+
+
+def test_another_curriculum_is_refused_and_a_new_run_continues_each_bucket_where_it_was():
+    sources = {
+        "a": fixed_source(),
+        "b": fixed_source(4, 7, "other"),
+        "c": fixed_source(6, 9, "new"),
+    }
+    old = StreamConfig(
+        T=16,
+        V=2,
+        buffer_size=4,
+        curriculum=Curriculum(
+            [Phase(40 * 32, {"a": 3, "b": 1}), Phase(40 * 32, {"a": 1, "b": 1})],
+            max_epochs={"a": 0, "b": 0},
+        ),
+    )
+    new = StreamConfig(
+        T=16,
+        V=2,
+        buffer_size=4,
+        curriculum=Curriculum([Phase(40 * 32, {"b": 1, "c": 1})], max_epochs={"b": 0, "c": 0}),
+    )
+    stream = Stream(old, {k: sources[k] for k in "ab"}, range(2), tokenizer="t")
+    stream.next_rows(12)
+    saved = json_copy(stream.cursors())
+    stream.close()
+    with pytest.raises(ValueError, match="belongs to another stream"):
+        Stream(new, sources, range(2), tokenizer="t", cursors=saved)
+    identity = stream_identity(new, {k: sources[k] for k in "bc"}, "t")
+    changed = Stream(new, sources, range(2), tokenizer="t", cursors=carry_on(saved, identity))
+    now = changed.cursors()
+    changed.next_rows(4)
+    changed.close()
+    for before, after in zip(saved, now):
+        assert (
+            after["row"] == 0
+            and after["buckets"]["c"]["row"] == 0
+            and set(after["buckets"]) == {"b", "c"}
+        )
+        assert after["buckets"]["b"] == before["buckets"]["b"]
+    assert carry_on(saved, stream.identity) == saved, "the same curriculum continues everything"

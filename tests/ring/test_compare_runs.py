@@ -1,0 +1,362 @@
+"""scripts.compare_runs: equal means equal bits; for other runs it prints where, in what and by how
+much they differ."""
+
+import gzip
+import json
+import math
+import re
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from nanochat.checkpoint import MODEL_NAME, OPTIMIZER_NAME, load_checkpoint
+from nanochat.run_dir import cursor_files
+from scripts import average, compare_runs, tok_shards
+from tests import training
+from tests.checkpoints import reseal
+from tests.finished import RUN, STEPS, command, copy
+
+WEIGHT = "transformer.h.0.attn.c_q.weight"
+
+
+@pytest.fixture(scope="module")
+def base(finished, tmp_path_factory):
+    """runs/: a; again (a copy); halves (half the device batch size); seed; deep (another depth,
+    half the tokens)."""
+    with training.workplace(tmp_path_factory.mktemp("compare").resolve(), **RUN) as path:
+        for tag in ("a", "again"):
+            copy(finished, path, tag=tag)
+        training.succeed(model_tag="halves", device_batch_size=2)
+        training.succeed(model_tag="seed", seed=43)
+        training.succeed(model_tag="deep", depth=3, total_batch_size=training.STEP // 2)
+        yield path
+
+
+@pytest.fixture
+def changed(base, tmp_path):
+    """A copy of the run `again` that a test may change."""
+    return shutil.copytree(base / "runs" / "again", tmp_path / "copy")
+
+
+def compare(*argv):
+    """(whether the runs are equal, the summary, the rest of the output)."""
+    outcome = command(compare_runs.main, *argv)
+    summary, _, rest = outcome.out.partition("\n")
+    assert outcome.code == (0 if summary.startswith("equal ") else 1)
+    return outcome.code == 0, summary, rest
+
+
+def log_of(run_dir):
+    return run_dir / "logs" / "train.jsonl"
+
+
+def rewrite_log(run_dir, change):
+    """Apply `change` to every record of the log; None drops the record."""
+    records = [change(json.loads(line)) for line in log_of(run_dir).read_text().splitlines()]
+    log_of(run_dir).write_text(
+        "".join(json.dumps(record) + "\n" for record in records if record is not None)
+    )
+
+
+def change_cursors(file):
+    state = json.loads(gzip.decompress(file.read_bytes()))
+    state["cursors"][2]["row"] += 1
+    file.write_bytes(gzip.compress(json.dumps(state).encode()))
+
+
+# ---- whole runs ----------------------------------------------------------------------------------
+
+
+def test_another_instruction_set_is_named_as_the_cause(base, changed):
+    """Regression: the same command, data and code gave other bits, and nothing in the output said
+    why."""
+
+    def elsewhere(record):
+        if record.get("event") == "started":
+            record["cpu_capability"] = "AVX1024"
+        return record | ({"loss": record["loss"] + 1e-9} if "loss" in record else {})
+
+    rewrite_log(changed, elsewhere)
+    _, summary, rest = compare("a", changed)
+    assert summary.startswith("same data; losses differ first at step 0")
+    assert re.search(r"cpu_capability +\w+ +AVX1024\n\ncause: the processors differ", rest)
+
+
+def test_a_version_that_an_older_log_lacks_is_not_a_difference(base, changed):
+    def older(record):
+        record = {name: value for name, value in record.items() if not name.startswith("cpu")}
+        return record | ({"loss": 0.0} if "loss" in record else {})
+
+    rewrite_log(changed, older)
+    _, _, rest = compare("a", changed)
+    assert "versions that differ" not in rest and "cause:" not in rest
+
+
+def test_equal_runs_list_what_is_equal(base):
+    equal, summary, rest = compare(base / "runs" / "a", "again")
+    state = compare_runs.contents(load_checkpoint(base / "runs/a/checkpoints/final"))
+    values = len(list(compare_runs.leaves(state)))
+    tensors = [leaf for _, leaf in compare_runs.leaves(state) if isinstance(leaf, torch.Tensor)]
+    assert len(tensors) > 2 * len(state["model"]) > 40  # momenta too
+    assert equal and summary.startswith("equal bit for bit: 8 digests, 8 losses, checkpoint 2 (")
+    assert summary.endswith(f"checkpoint 8 ({values:,} values)")
+    for line in (
+        "; completed\n",
+        "steps 0 to 7 in the log; checkpoints: 2, 4, 6, 8",
+        "cursors: 4 equal",
+        "validation results: 3 equal",
+        "gradient norms: 8 equal",
+        "token counts: 8 equal",
+    ):
+        assert line in rest
+    assert [line.split()[0] for line in rest.splitlines() if '"again"' in line] == ["model_tag"]
+    assert "bits per byte" not in rest
+
+
+def test_another_device_batch_size_has_the_same_data_and_other_losses(base):
+    _, summary, rest = compare("a", "halves")
+    a, b = training.losses("a"), training.losses("halves")
+    first = next(i for i in range(STEPS) if a[i] != b[i])
+    assert summary.startswith(
+        f"same data; losses differ first at step {first}: {a[first]} and {b[first]}, "
+    )
+    assert re.search(r"checkpoint \d differs in model\.", rest)
+    assert "digests: 8 equal" in rest and "cursors: 4 equal" in rest
+
+
+def test_another_seed_differs_from_step_0_on(base):
+    digests = training.digests("a")[0], training.digests("seed")[0]
+    _, summary, rest = compare("a", "seed")
+    assert (
+        summary == f"digests differ first at step 0: {digests[0]} and {digests[1]}; 8 of 8 differ"
+    )
+    assert "cursors differ first at step 2.lane 0.stream.seed: 42 and 43; 4 of 4 differ" in rest
+    assert ["seed", "42", "43"] in [line.split() for line in rest.splitlines()]
+
+
+def test_the_same_rows_from_text_and_from_its_shards(base):
+    tok_shards.main(
+        [
+            f"--input-dir={base / 'data'}",
+            f"--output-dir={base / 'whole'}",
+            "--max-length=0",
+            f"--tokenizer={base / 'tokenizer'}",
+            "--num-workers=1",
+        ]
+    )
+    training.succeed(model_tag="shards", data_format="shards", data_path=base / "whole")
+    assert compare("a", "shards")[1].startswith("the same rows from different files: ")
+    change_cursors(cursor_files(base / "runs" / "shards")[2])
+    assert compare("a", "shards")[1].startswith("cursors differ first at step 2.lane ")
+
+
+def test_two_experiments_get_tables_of_settings_and_of_results_at_equal_numbers_of_tokens(base):
+    """Regression: dozens of tensors were printed, and no results side by side."""
+    rest = compare("a", "deep")[2]
+    lines = [line.split() for line in rest.splitlines()]
+    assert ["depth", "2", "3"] in lines and ["total_batch_size", "512", "256"] in lines
+    assert "checkpoint 2 differs in architecture.n_layer: 2 and 3; " in rest and "c_k" not in rest
+    heading = next(i for i, line in enumerate(lines) if line[:1] == ["tokens"])
+    rows = [
+        [None if cell == "-" else float(cell.replace(",", "")) for cell in line]
+        for line in lines[heading + 1 : heading + 4]
+    ]
+    # deep: evaluated after 0, 4 and 8 steps of 256 tokens
+    assert [row[0] for row in rows] == [0, 1024, 2048]
+    a, deep = (
+        {event["step"]: event["bpb"] for event in training.events("val", tag)}
+        for tag in ("a", "deep")
+    )
+    assert [row[4] for row in rows] == [float(f"{deep[s]:.4g}") for s in (0, 4, 8)]
+    assert rows[2][3] == float(f"{a[4]:.4g}") and rows[1][3] == float(f"{(a[0] + a[4]) / 2:.4g}")
+    assert "transformer.h.2.attn.c_q.weight: only b has it" in compare("a", "deep", "--tensors")[2]
+
+
+# ---- corrupt or missing parts --------------------------------------------------------------------
+
+
+def test_truncated_lines_are_skipped_and_the_last_line_of_a_step_counts(base, changed):
+    rewrite_log(changed, lambda r: None if "event" in r else r)
+    whole = log_of(changed).read_text()
+    wrong = (
+        json.dumps({**json.loads(whole.splitlines()[3]), "digest": "0" * 16, "loss": 9.0}) + "\n"
+    )
+    log_of(changed).write_text(wrong + whole[:-40])
+    _, summary, rest = compare("a", changed)
+    assert summary.startswith("equal bit for bit: 7 digests, 7 losses") and "; unfinished\n" in rest
+    log_of(changed).write_text(whole[:-40] + "\n" + wrong)
+    assert compare("a", changed)[1].startswith("digests differ first at step 3: ")
+
+
+@pytest.mark.parametrize(
+    "name, change, expected",
+    [
+        ("tokens", 3071, "token counts differ first at step 5: 3072 and 3071; 1 of 8 differ"),
+        ("loss", 6.0, "same data; losses differ first at step 5: 5.7"),
+        ("loss", None, "same data; losses differ first at step 5: 5.7"),
+        ("lr", 0.5, "same data; learning rates differ first at step 5: "),
+        ("grad_norm", 0.0, "same data; gradient norms differ first at step 5: "),
+        ("bpb", 1.0, "same data; validation results differ first at step 4: "),
+    ],
+)
+def test_each_series_is_compared(base, changed, name, change, expected):
+    event, step = ("val", 4) if name == "bpb" else (None, 5)
+    rewrite_log(
+        changed,
+        lambda r: {**r, name: change} if (r.get("event"), r.get("step")) == (event, step) else r,
+    )
+    _, summary, rest = compare("a", changed)
+    assert summary.startswith(expected) and rest.count("differ first at") == 1
+
+
+def test_parts_that_only_one_run_has_are_no_difference(base, changed):
+    shutil.rmtree(changed / "checkpoints" / "checkpoint-4")
+    equal, summary, rest = compare("a", changed)
+    assert equal and "checkpoint 4" not in summary and ", checkpoint 8 (" in summary
+    assert "checkpoints: 2, 4, 6, 8;" in rest and "checkpoints: 2, 6, 8;" in rest
+    shutil.rmtree(changed / "checkpoints")
+    shutil.rmtree(changed / "logs" / "cursors")
+    assert compare("a", changed)[1] == "equal bit for bit: 8 digests, 8 losses"
+
+
+def test_corrupt_files_are_skipped_with_a_note_and_kept_cursors_are_compared(base, changed):
+    file = changed / "checkpoints" / "final" / "model" / "pytorch_model.bin"
+    file.write_bytes(file.read_bytes()[:-1] + b"?")
+    equal, summary, rest = compare("a", changed)
+    assert equal and "checkpoint 8" not in summary and summary.endswith("; 1 corrupt file skipped")
+    assert str(file) in rest and "corrupt" in rest
+    assert "corrupt" in command(compare_runs.main, "a", f"{changed}@8").err
+    kept = cursor_files(changed)[4]
+    change_cursors(kept)
+    assert compare("a", changed)[1] == (
+        "cursors differ first at step 4.lane 2.row: 8 and 9; 1 of 4 differ; 1 corrupt file skipped"
+    )
+    kept.write_bytes(b"torn")
+    (changed / "checkpoints" / "checkpoint-4" / "trainer_state.json").write_text("{")
+    assert compare("a", changed)[1].endswith("; 3 corrupt files skipped")
+
+
+def test_averaged_weights_are_compared_without_an_optimizer_state(base):
+    """Regression: "nothing to compare", because the checkpoints have no optimizer state."""
+    for name in ("mean", "mean-again"):
+        assert average.main(["a", "--last=2", f"--model-tag={name}"]) == 0
+    equal, summary, rest = compare("mean", "mean-again")
+    assert (
+        equal
+        and summary.startswith("equal bit for bit: checkpoint 8 (")
+        and "corrupt" not in summary
+    )
+    assert "note: checkpoint 8: one side has no optimizer state" in rest
+    equal, summary, _ = compare("a@8", "mean@8")
+    assert not equal and summary.startswith("checkpoint 8 differs in model.")
+
+
+# ---- checkpoints ---------------------------------------------------------------------------------
+
+
+def test_a_flipped_bit_is_located_in_weights_and_momenta(base, changed):
+    path = changed / "checkpoints" / "final"
+    good = load_checkpoint(path)
+    a, model, optimizer = (good.load(name) for name in (MODEL_NAME, MODEL_NAME, OPTIMIZER_NAME))
+    model[WEIGHT].view(torch.int32)[3, 5] ^= 1
+    optimizer["state"][WEIGHT]["momentum_buffer"][0, 1] = math.inf
+    optimizer["step"] += 1
+    for name, state in ((MODEL_NAME, model), (OPTIMIZER_NAME, optimizer)):
+        (path / name).unlink()  # `a` is mapped from it
+        torch.save(state, path / name)
+    reseal(path, tokenizer_fingerprint="f" * 32)
+    _, summary, rest = compare("a", changed, "--tensors")
+    apart = abs(a[WEIGHT][3, 5].double() - model[WEIGHT][3, 5].double()).item()
+    largest = max(weights[WEIGHT].double().abs().max() for weights in (a, model)).item()
+    gaps = sorted(
+        line.strip() for line in rest.splitlines() if line.startswith("  ") and line[2].isalpha()
+    )
+    assert apart > 0 and gaps[0] == (
+        f"model.{WEIGHT}: 1 of 576 elements differ, the first at [3, 5], by at most "
+        f"{apart:.3g}; the largest element is {largest:.3g}"
+    )
+    assert gaps[1].startswith(
+        f"optimizer.state.{WEIGHT}.momentum_buffer: 1 of 576 elements differ, the first at [0, 1], "
+    )
+    assert (
+        gaps[2] == "optimizer.step: 8 and 9"
+        and gaps[3].startswith("tokenizer: ")
+        and len(gaps) == 4
+    )
+    assert "same data; checkpoint 8 differs in tokenizer: " in summary and "; 4 of " in summary
+
+
+def test_single_checkpoints_are_named_by_step_name_or_path(base, tmp_path):
+    equal, summary, rest = compare("a@4", "again@4")
+    assert (
+        equal and summary.startswith("equal bit for bit: checkpoint 4 (") and "digests" not in rest
+    )
+    assert (
+        compare("a@8", "again")[1] == compare("a@final", base / "runs/again/checkpoints/final")[1]
+    )
+    assert compare("a", "again@4")[1] == summary
+    _, summary, _ = compare("a@4", "a@8")
+    assert summary.startswith("checkpoint 4 (against 8) differs in cursors.0.row: ")
+    alone = shutil.copytree(base / "runs/a/checkpoints/checkpoint-4", tmp_path / "alone")
+    assert compare("a@4", alone)[0]
+
+
+# ---- numbers -------------------------------------------------------------------------------------
+
+NUMBERS = st.floats(width=16) | st.sampled_from(
+    [0.0, -0.0, math.inf, -math.inf, math.nan, 1.0, 1.001, -2.5]
+)
+
+
+@settings(suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow])
+@given(
+    st.lists(st.tuples(NUMBERS, NUMBERS, st.booleans()), min_size=6, max_size=6),
+    st.sampled_from([np.float16, np.float32, np.float64]),
+)
+def test_tensors_are_compared_like_a_loop_would(values, dtype):
+    a = np.array([x for x, _, _ in values], dtype).reshape(2, 3)
+    b = np.array([x if same else y for x, y, same in values], dtype).reshape(2, 3)
+    text = compare_runs.difference(torch.from_numpy(a), torch.from_numpy(b))
+    where = [i for i in range(6) if a.flat[i].tobytes() != b.flat[i].tobytes()]
+    assert (text is None) == (not where)
+    if text is not None:
+        first = [int(i) for i in np.unravel_index(where[0], a.shape)]
+        apart = max(
+            (abs(float(a.flat[i]) - float(b.flat[i])) for i in where),
+            key=lambda x: (math.isnan(x), x),
+        )
+        assert text.startswith(
+            f"{len(where)} of 6 elements differ, the first at {first}, by at most {apart:.3g};"
+        )
+
+
+@pytest.mark.parametrize(
+    "a, b, text",
+    [
+        (
+            torch.zeros(2),
+            torch.zeros(2, dtype=torch.bfloat16),
+            "torch.float32 (2,) and torch.bfloat16 (2,)",
+        ),
+        (
+            torch.tensor([True, False]),
+            torch.tensor([True, True]),
+            "1 of 2 elements differ, the first at [1], ",
+        ),
+        (torch.tensor([0.0]), torch.tensor([-0.0]), "1 of 1 elements differ, "),
+        (1, True, "1 and True"),
+        (0.0, math.nan, "0.0"),
+        (4.0, 2.0, "4.0 and 2.0, 0.5 relative"),
+        (torch.empty(0, 3), torch.empty(0, 3), None),
+        (math.nan, math.nan, None),
+    ],
+)
+def test_values_of_other_types_shapes_and_kinds(a, b, text):
+    difference = compare_runs.difference(a, b)
+    assert difference == text or (
+        difference is not None and text is not None and difference.startswith(text)
+    )

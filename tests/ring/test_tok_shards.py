@@ -1,0 +1,380 @@
+"""scripts.tok_shards writes the same bytes with any number of workers and tasks, and after it was
+killed anywhere."""
+
+import functools
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from nanochat import common
+from nanochat.common import hash_file
+from nanochat.tokenizer import RustBPETokenizer
+from nanochat.tokens import open_tokens, read_manifest
+from scripts import tok_shards
+from tests import crashes
+from tests.token_files import fresh_ids
+from tests.toy import some_texts, tree, write_jsonl, write_parquet
+from tests.training import PATIENCE_S, wait_for
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tokenizer")
+    RustBPETokenizer.train_from_iterator(some_texts(200, seed=9), 300).save(folder)
+    return folder
+
+
+@pytest.fixture
+def raw(tmp_path):
+    """Two buckets, three formats, five files."""
+    for n, ending in enumerate((".jsonl", ".jsonl.gz", ".jsonl")):
+        write_jsonl(tmp_path / "raw" / "web" / f"{n}{ending}", some_texts(30 + 10 * n, seed=n))
+    for n in range(2):
+        write_parquet(
+            tmp_path / "raw" / "code" / "deep" / f"{n}.parquet", some_texts(25, seed=10 + n)
+        )
+    return tmp_path / "raw"
+
+
+def arguments(raw, out, tokenizer, *more):
+    return [
+        "--input-dir",
+        str(raw),
+        "--output-dir",
+        str(out),
+        "--tokenizer",
+        str(tokenizer),
+        "--max-length",
+        "32",
+        "--overlap-size",
+        "8",
+        *map(str, more),
+    ]
+
+
+def run(raw, out, tokenizer, *more, num_workers=1):
+    return tok_shards.main(arguments(raw, out, tokenizer, f"--num-workers={num_workers}", *more))
+
+
+def check_state(out):
+    """At any time every visible pair is whole, and every file in a manifest matches it."""
+    for idx in out.rglob("*.idx"):
+        open_tokens(idx)
+    for path in out.rglob("manifest.json"):
+        for name, shard in read_manifest(path.parent)["shards"].items():
+            assert hash_file(path.parent / f"{name}.bin") == shard["bin_hash"]
+            assert hash_file(path.parent / f"{name}.idx") == shard["idx_hash"]
+
+
+# ---- what comes out ------------------------------------------------------------------------------
+
+
+def test_documents_manifests_and_tokenizer(raw, tmp_path, tokenizer, capsys):
+    out, real = tmp_path / "out", [path.read_text() for path in sorted(ROOT.glob("nanochat/*.py"))]
+    odd = [*real, "na\xefve \u4e2d\u6587 \U0001f642  \u180e\r\n\t", "", " " * 3000]
+    write_jsonl(raw / "real" / "0.jsonl.gz", odd)
+    write_parquet(raw / "real" / "1.parquet", odd)
+    assert run(raw, out, tokenizer) == 0
+    loaded = RustBPETokenizer.from_directory(out / "tokenizer")
+    assert loaded.fingerprint == RustBPETokenizer.from_directory(tokenizer).fingerprint
+    for shard, texts in {
+        "train/web/0": some_texts(30),
+        "train/web/1": some_texts(40, seed=1),
+        "val/web/2": some_texts(50, seed=2),
+        "train/code/deep__0": some_texts(25, seed=10),
+        "val/code/deep__1": some_texts(25, seed=11),
+        "train/real/0": odd,
+        "val/real/1": odd,
+    }.items():
+        pair, manifest = open_tokens(out / f"{shard}.bin"), read_manifest((out / shard).parent)
+        record = manifest["shards"][Path(shard).name]
+        each_alone = [[*loaded.encode(text), loaded.get_bos_token_id()] for text in texts]
+        assert fresh_ids(pair) == [t for ids in each_alone for t in ids]
+        assert (record["documents"], record["entries"], record["tokens"]) == (
+            len(texts),
+            len(pair),
+            pair.num_tokens,
+        )
+        assert len(pair) > len(texts) and pair.lengths(0, len(pair)).max() in (32, 33), (
+            "nothing was cut"
+        )
+        assert manifest["tokenizer"]["fingerprint"] == loaded.fingerprint
+    check_state(out)
+    assert f"7 of 7 shards finished: {170 + 2 * len(odd)} documents" in capsys.readouterr().out
+
+
+def test_names_may_be_as_long_as_the_file_system_allows(tmp_path, tokenizer):
+    """Regression: names of temporary files were longer."""
+    for stem in ("a" * 245, "b" * 245, "\u6f22" * 80):
+        write_parquet(tmp_path / "raw" / f"{stem}.parquet", some_texts(25))
+    assert run(tmp_path / "raw", tmp_path / "out", tokenizer) == 0
+    check_state(tmp_path / "out")
+    assert len(list((tmp_path / "out").rglob("*.bin"))) == 3
+
+
+def test_inputs_without_any_text_fail(tmp_path, tokenizer, capsys):
+    for n in range(2):
+        write_jsonl(tmp_path / "raw" / f"{n}.jsonl", [""] * 10)
+    assert run(tmp_path / "raw", tmp_path / "out", tokenizer) == 1
+    assert "failed: all 20 documents are empty; check --text-field" in capsys.readouterr().err
+
+
+def test_megatron_pairs_do_not_mix_with_shards(raw, tmp_path, tokenizer, capsys):
+    out, megatron = tmp_path / "out", ("--format=megatron", "--max-length=0")
+    assert run(raw, out, tokenizer, *megatron) == 0
+    assert read_manifest(out / "train" / "web")["data_format"] == "megatron"
+    with pytest.raises(
+        ValueError, match=r"data_format megatron \(now default\); name another --output-dir"
+    ):
+        run(raw, out, tokenizer, "--max-length=0")
+    capsys.readouterr()
+    assert run(raw, out, tokenizer, *megatron) == 0
+    assert "made in" not in capsys.readouterr().out, "finished pairs are kept"
+
+
+def test_workers_and_tasks_on_one_folder_give_the_same_bytes(raw, tmp_path, tokenizer, capsys):
+    assert run(raw, tmp_path / "one", tokenizer) == 0
+    assert run(raw, tmp_path / "many", tokenizer, num_workers=3) == 0
+    assert tree(tmp_path / "one") == tree(tmp_path / "many")
+    out = tmp_path / "two"
+    assert run(raw, out, tokenizer, "--num-tasks", 2, "--task-index", 1) == 0
+    assert not list(out.rglob("manifest.json"))
+    assert run(raw, out, tokenizer, "--finish") == 1
+    assert "missing: val/web/2.bin, made from web/2.jsonl" in capsys.readouterr().err
+    assert run(raw, out, tokenizer, "--num-tasks", 2, "--task-index", 0) == 0
+    assert run(raw, out, tokenizer, "--finish") == 0
+    assert tree(out) == tree(tmp_path / "one")
+
+
+# ---- failures ------------------------------------------------------------------------------------
+
+
+def test_a_corrupt_input_fails_alone_and_the_next_command_completes_it(
+    raw, tmp_path, tokenizer, capsys
+):
+    path, out = raw / "web" / "1.jsonl.gz", tmp_path / "out"
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-40])
+    assert run(raw, out, tokenizer) == 1
+    output = capsys.readouterr()
+    assert "failed: web/1.jsonl.gz" in output.err and "truncated or not a gzip file" in output.err
+    assert "no manifest in train/web" in output.err and "4 of 5 shards finished" in output.out
+    left = tree(out)
+    assert not [name for name in left if name.startswith("train/web/1") or name.endswith(".tmp")]
+    assert "train/web/manifest.json" not in left and {
+        "train/code/manifest.json",
+        "val/web/manifest.json",
+    } < {*left}
+    path.write_bytes(whole)
+    assert run(raw, out, tokenizer) == run(raw, tmp_path / "good", tokenizer) == 0
+    assert tree(out) == tree(tmp_path / "good")
+
+
+def test_broken_lines_are_reported_or_with_strict_refused(raw, tmp_path, tokenizer, capsys):
+    with open(raw / "web" / "0.jsonl", "ab") as f:
+        f.write(b"{truncated\n")
+    out = tmp_path / "out"
+    assert run(raw, out, tokenizer) == 0
+    output = capsys.readouterr().out
+    assert "web/0.jsonl: 1 broken line skipped" in output and "line 31: not JSON" in output
+    assert run(raw, out, tokenizer, "--strict") == 1
+    assert "0.jsonl: line 31: not JSON" in capsys.readouterr().err
+    assert not (out / "train/web/0.idx").exists() and not (out / "train/web/manifest.json").exists()
+    assert (out / "train/code/manifest.json").exists(), (
+        "the old pair and its manifest are deleted first"
+    )
+
+
+def test_an_overlap_above_half_of_a_window_is_clamped_with_a_warning(
+    raw, tmp_path, tokenizer, caplog
+):
+    """As in gpt-simple. Regression: it was an error without a reason."""
+    assert run(raw, tmp_path / "clamped", tokenizer, "--overlap-size", 17) == 0
+    assert "--overlap-size 17: more than half of --max-length 32, so 16 is used" in caplog.text
+    assert run(raw, tmp_path / "half", tokenizer, "--overlap-size", 16) == 0
+    assert tree(tmp_path / "clamped") == tree(tmp_path / "half")
+
+
+# ---- killed --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("remake", [False, True], ids=["first run", "made again"])
+def test_killed_before_any_change_to_the_disk_it_resumes_to_the_same_bytes(
+    tmp_path, tokenizer, remake, monkeypatch
+):
+    monkeypatch.setattr(common.remove_leftovers, "__kwdefaults__", {"fresh_s": 0})
+    raw = tmp_path / "raw"  # jsonl only: parquet would start threads before the fork
+    if remake:  # the inputs have changed since then
+        for n in range(2):
+            write_jsonl(raw / "web" / f"{n}.jsonl", some_texts(6, seed=9 + n))
+        assert run(raw, tmp_path / "start", tokenizer) == 0
+    for n in range(2):
+        write_jsonl(raw / "web" / f"{n}.jsonl", some_texts(6, seed=n))
+    assert run(raw, tmp_path / "whole", tokenizer) == 0
+    expected = tree(tmp_path / "whole")
+    states = set()
+    number = 0
+    killed = True
+    while killed:
+        out = tmp_path / "out"
+        if remake:
+            shutil.copytree(tmp_path / "start", out)
+        if number % 20 == 0:
+            killed = crashes.kill_at(number, functools.partial(run, raw, out, tokenizer), below=out)
+        else:  # the same in less time
+            with crashes.crashing_at(number, below=out, kinds=crashes.KINDS) as changes:
+                run(raw, out, tokenizer)
+            killed = len(changes.made) > number
+        check_state(out)
+        states.add(frozenset(re.sub(r"\..{8}\.tmp", ".tmp", name) for name in tree(out)))
+        assert run(raw, out, tokenizer) == 0
+        assert tree(out) == expected, number
+        shutil.rmtree(out)
+        number += 1
+    assert number > 50 and len(states) > 8
+
+
+def start_slow(raw, out, tokenizer, num_workers):
+    """The command in its own process group, while it converts the inputs whose name begins with
+    `slow`."""
+    process = subprocess.Popen(
+        [
+            sys.executable,
+            "-m",
+            "tests._tok_worker",
+            *arguments(raw, out, tokenizer, f"--num-workers={num_workers}"),
+        ],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    wait_for(lambda: len(list(out.glob("busy-*"))) == num_workers or process.poll() is not None)
+    return process
+
+
+def has_ended(pid):
+    """Whether a process does not exist any more, or is a zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+
+
+@pytest.mark.parametrize(
+    "num_workers, signum, target, code, words",
+    [
+        (1, signal.SIGTERM, "command", 130, "interrupted"),
+        (2, signal.SIGINT, "all", 130, "interrupted"),
+        (2, signal.SIGKILL, "command", -9, ""),
+        (2, signal.SIGKILL, "worker", 1, "failed: a/slow0.jsonl: a worker process was killed"),
+    ],
+)
+def test_signals_end_it_and_it_resumes(
+    tmp_path, tokenizer, num_workers, signum, target, code, words
+):
+    """`target` "all": the whole process group gets the signal, as from a terminal or a
+    scheduler."""
+    raw, out = tmp_path / "raw", tmp_path / "out"
+    for name, copies in (("a/quick", 3), ("a/slow0", 1), ("b/slow1", 1)):  # the largest comes first
+        write_jsonl(raw / f"{name}.jsonl", some_texts(50, seed=copies) * copies)
+    process = start_slow(raw, out, tokenizer, num_workers)
+    assert process.poll() is None and list(out.rglob(".slow*.bin.*.tmp")), "it was not busy"
+    workers = [int(path.name.split("-")[1]) for path in out.glob("worker-*")]
+    if target == "all":
+        os.killpg(process.pid, signum)
+    else:
+        os.kill(workers[0] if target == "worker" else process.pid, signum)
+    _, errors = process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == code
+    assert words in errors and "Traceback" not in errors and "Error" not in errors
+    assert len(workers) == num_workers
+    wait_for(lambda: all(map(has_ended, workers)))
+    for path in [*out.glob("busy-*"), *out.glob("worker-*")]:
+        path.unlink()
+    check_state(out)
+    assert open_tokens(out / "train" / "a" / "quick.idx")
+    assert signum == signal.SIGKILL or not list(out.rglob("*.tmp"))
+    for path in out.rglob("*.tmp"):  # left by a killed command
+        os.utime(path, (1, 1))
+    assert run(raw, out, tokenizer) == 0 and run(raw, tmp_path / "whole", tokenizer) == 0
+    assert tree(out) == tree(tmp_path / "whole")
+
+
+def test_processes_on_one_folder_all_exit_0(tmp_path, tokenizer):
+    raw, out = tmp_path / "raw", tmp_path / "out"
+    for n in range(6):
+        write_jsonl(raw / "web" / f"{n}.jsonl", some_texts(60, seed=n))
+    assert run(raw, tmp_path / "alone", tokenizer) == 0
+    command = [
+        sys.executable,
+        "-m",
+        "scripts.tok_shards",
+        *arguments(raw, out, tokenizer, "--num-workers=1"),
+    ]
+    processes = [
+        subprocess.Popen(
+            command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+        )
+        for _ in range(3)
+    ]
+    errors = [process.communicate(timeout=PATIENCE_S)[1] for process in processes]
+    assert [process.returncode for process in processes] == [0] * 3, errors
+    assert tree(out) == tree(tmp_path / "alone")
+
+
+# ---- several machines ----------------------------------------------------------------------------
+
+
+def test_the_slurm_script_submits_all_tasks_then_the_end_with_valid_flags(tmp_path):
+    for name, lines in (
+        (".venv/bin/python", 'printf "%s\\n" "$@"'),
+        ("bin/sbatch", 'echo "$*" >> submitted; echo 17'),
+    ):
+        path = tmp_path / name  # fakes that print their arguments
+        path.parent.mkdir(parents=True)
+        path.write_text(f"#!/bin/sh\n{lines}\n")
+        path.chmod(0o755)
+
+    def sbatch(*args, **more):
+        settings = {
+            "PATH": f"{tmp_path}/bin:{os.environ['PATH']}",
+            "RAW": "in put",
+            "OUT": "out",
+            "TOKENIZER": "gpt2",
+            "NUM_TASKS": "3",
+            **more,
+        }
+        return subprocess.run(
+            ["bash", str(ROOT / "dev/slurm/tok_shards.sbatch"), *args],
+            cwd=tmp_path,
+            env=settings,
+            capture_output=True,
+            text=True,
+        )
+
+    assert sbatch().returncode == 0 and sbatch(RAW="").returncode != 0
+    array, end = (tmp_path / "submitted").read_text().splitlines()
+    assert (
+        "--array=0-2" in array
+        and "--dependency=afterany:17" in end
+        and end.endswith("tok_shards.sbatch --finish")
+    )
+    for more, known in (
+        ((), {"task_index": 2, "num_tasks": 3, "num_workers": 16}),
+        (("--finish",), {"finish": True}),
+    ):
+        result = sbatch(*more, SLURM_JOB_ID="5", SLURM_ARRAY_TASK_ID="2", SLURM_CPUS_PER_TASK="16")
+        module, *flags = result.stdout.splitlines()[1:]
+        args = vars(tok_shards.parse_args(flags))
+        assert module == "scripts.tok_shards"
+        assert args.items() >= {"input_dir": Path("in put"), "tokenizer": "gpt2", **known}.items()

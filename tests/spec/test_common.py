@@ -1,0 +1,108 @@
+"""Shared helpers: the base directory, text that is safe to print, and JSON that may be damaged."""
+
+import json
+
+import pytest
+
+from nanochat.common import (
+    counted,
+    differences,
+    duration,
+    get_base_dir,
+    public,
+    read_json,
+    show,
+    visible,
+)
+
+HOSTILE = "\x1b[2J\x9bm\r\u202e\x7f"
+SHOWN = r"\u001b[2J\u009bm\u000d\u202e\u007f"
+
+
+def test_a_base_directory_in_object_storage_is_refused(monkeypatch):
+    for base, error in (
+        ("s3://b/x", "NANOCHAT_BASE_DIR s3://b/x: expected a local folder"),
+        ("https://u:hidden@h/x", "credentials do not belong in a path"),
+    ):
+        monkeypatch.setenv("NANOCHAT_BASE_DIR", base)
+        with pytest.raises(ValueError, match=error):
+            get_base_dir()
+
+
+def test_visible_text_has_no_control_characters_and_keeps_all_others():
+    assert visible(HOSTILE) == show(HOSTILE) == SHOWN and json.loads(f'"{SHOWN}"') == HOSTILE
+    plain = "a\tb\n é漢🙂\u200d\u200f\xa0"
+    assert visible(plain) == plain
+    assert (
+        public("no s3://b/a?x, see git+ssh://me@h/x@1 or a@b?")
+        == "no s3://b/a?*** see git+ssh://***@h/x@1 or a@b?"
+    )
+
+
+SHAPE = {"step": int, "ranks": [{"pid": int, "start": str | None}], "rate": float}
+WHOLE = '{"step": 1, "ranks": [{"pid": 2, "start": null}], "rate": 3, "more": []}'
+
+
+def test_a_value_of_the_right_shape_is_read(tmp_path):
+    path = tmp_path / "a.json"
+    path.write_text(WHOLE)
+    assert (
+        read_json(path, SHAPE)
+        == read_json(path)
+        == {"step": 1, "ranks": [{"pid": 2, "start": None}], "rate": 3, "more": []}
+    )
+    with pytest.raises(FileNotFoundError):
+        read_json(tmp_path / "b.json", SHAPE)
+
+
+@pytest.mark.parametrize(
+    "text, error",
+    [
+        (WHOLE[:-1], "not valid JSON"),
+        ("\xff", "not valid JSON"),
+        ("[" * 100_000, "not valid JSON"),
+        ('{"a": ' * 100_000, "not valid JSON"),
+        ("[]", "expected an object, got a list"),
+        ('{"step": 1}', "ranks: expected a list, got nothing"),
+        (WHOLE.replace("1", "true"), "step: expected a whole number, got"),
+        (WHOLE.replace("2", '"2"'), r"ranks\[0\]\.pid: expected a whole number, got a string"),
+        (WHOLE.replace("null", "[]"), r"ranks\[0\]\.start: expected a string or null, got a list"),
+        (WHOLE.replace("3", "null"), "rate: expected a number, got null"),
+    ],
+)
+def test_damaged_json_is_refused_with_file_field_and_remedy(tmp_path, text, error):
+    path = tmp_path / "a.json"
+    path.write_bytes(text.encode("latin-1"))
+    with pytest.raises(ValueError, match=rf"a\.json: {error}.*; run it again"):
+        read_json(path, SHAPE, remedy="run it again")
+
+
+def test_values_and_durations_read_well():
+    assert [show(v) for v in (1234567, 0.123456, 4.2e19, 2500.7, None, True)] == [
+        "1,234,567",
+        "0.1235",
+        "4.2e+19",
+        "2,501",
+        "-",
+        "yes",
+    ]
+    assert [duration(s) for s in (None, 0.04, 59, 60, 725, 3599.7, 11_220, 187_200)] == [
+        "-",
+        "0.0 s",
+        "59.0 s",
+        "1 min 00 s",
+        "12 min 05 s",
+        "1 h 00 min",
+        "3 h 07 min",
+        "2 d 04 h",
+    ]
+    assert [
+        counted(n, noun)
+        for n, noun in ((0, "row"), (1, "process"), (2, "process"), (1024, "micro-batch"))
+    ] == ["0 rows", "1 process", "2 processes", "1,024 micro-batches"]
+
+
+def test_differences_are_named_in_order_and_one_that_is_missing_is_told_apart():
+    first, second = {"a": 1, "b": 2, "c": None}, {"b": 3, "a": 1, "d": 4}
+    assert differences(first, second) == [("b", 2, 3), ("d", None, 4)]
+    assert differences(first, second, missing="-") == [("b", 2, 3), ("c", None, "-"), ("d", "-", 4)]

@@ -1,0 +1,112 @@
+"""A journal tells each step and each event once to every sink; a sink behind the door may fail."""
+
+import logging
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from nanochat.run_journal import Journal, Optional, check_digest
+from nanochat.steps import Sink
+
+
+class Recorder(Sink):
+    """Appends what it receives to a list that all sinks of a test share."""
+
+    def __init__(self, name, calls):
+        self.name = name
+        self.calls = calls
+
+    def event(self, name, step, record):
+        self.calls.append((self.name, name, step, record))
+
+    def step(self, report):
+        self.calls.append((self.name, report))
+
+    def end(self, status, reason):
+        self.calls.append((self.name, status, reason))
+
+    def close(self):
+        self.calls.append((self.name, "closed"))
+
+
+@pytest.fixture
+def calls():
+    return []
+
+
+@pytest.fixture
+def journal(calls):
+    return Journal([Recorder("log", calls), Recorder("screen", calls)])
+
+
+def test_law_every_sink_receives_every_report_once_in_the_order_of_the_sinks(journal, calls):
+    journal.step("step 1")
+    journal.event("val", 1, bpb=1.5)
+    assert calls == [
+        ("log", "step 1"),
+        ("screen", "step 1"),
+        ("log", "val", 1, {"bpb": 1.5}),
+        ("screen", "val", 1, {"bpb": 1.5}),
+    ]
+
+
+def test_the_end_of_a_run_is_an_event_before_it_ends_a_sink(journal, calls):
+    journal.end("halted", 9, "bucket web ran dry")
+    assert [call for call in calls if call[0] == "log"] == [
+        ("log", "halted", 9, {"reason": "bucket web ran dry"}),
+        ("log", "halted", "bucket web ran dry"),
+    ]
+
+
+def test_every_sink_is_closed(journal, calls):
+    journal.close()
+    assert calls == [("log", "closed"), ("screen", "closed")]
+
+
+def test_a_rank_without_sinks_reports_nothing():
+    journal = Journal()
+    journal.step("step 1")
+    journal.end("completed", 9)
+    journal.close()
+
+
+class Broken(Sink):
+    """Fails at its second step."""
+
+    def __init__(self, run):
+        self.steps = run.steps
+
+    def step(self, report):
+        self.steps.append(report)
+        if len(self.steps) == 2:
+            raise ConnectionError("the service is gone")
+
+
+def test_a_sink_behind_the_door_that_fails_is_dropped_with_one_warning(caplog):
+    run = SimpleNamespace(steps=[])
+    sink = Optional("tracker", f"{__name__}:Broken", run)
+    with caplog.at_level(logging.WARNING):
+        for number in range(4):
+            sink.step(number)
+        sink.end("completed", "")
+    assert run.steps == [0, 1]
+    [message] = caplog.messages
+    assert "tracker" in message and "the service is gone" in message and "continuing" in message
+
+
+def test_a_sink_that_cannot_be_opened_is_dropped_with_one_warning(caplog):
+    sink = Optional("tracker", f"{__name__}:Missing", SimpleNamespace())
+    sink.step(1)
+    [message] = caplog.messages
+    assert "tracker" in message and "continuing" in message
+
+
+def test_a_step_with_another_digest_than_the_run_recorded_is_refused():
+    with pytest.raises(ValueError, match=r"step 3: .*ff.*recorded ee.*--init-from=d4"):
+        check_digest(Path("/runs/d4"), 3, "ff", "ee")
+
+
+@pytest.mark.parametrize("digest, expected", [("ff", "ff"), (None, "ee"), ("ff", None)])
+def test_an_equal_or_an_unknown_digest_is_no_difference(digest, expected):
+    check_digest(Path("/runs/d4"), 3, digest, expected)

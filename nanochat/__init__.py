@@ -37,7 +37,7 @@ A run, from its command to its end:
     run_summary      what a launch prints first         run_saves        when a run saves
     run_dir          the folders and files of a run     checkpoint       what a save writes, and reads
     run_journal      where steps and events go          run_state        where a run stands
-    run_reader       what a run recorded                sinks            terminal, log, state, row losses
+    run_reader       what a run recorded                sinks            trackers, and a fork's own
 
 The floor: `common` (files, JSON, hashes), `cli` (flags), `dist` (processes).
 

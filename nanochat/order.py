@@ -56,13 +56,13 @@ class StreamSettings:
     order: str = setting(
         "lanes",
         "lanes: packed documents | any other: a part of its own, whose flags --order=NAME --help lists",
-        choices=tuple(ORDERS),
+        choices=ORDERS.keys(),
         decides=Decides.ROWS,
     )
     packing: str = setting(
         "bestfit",
         "how documents are packed into rows",
-        choices=tuple(LAYOUTS),
+        choices=LAYOUTS.keys(),
         decides=Decides.ROWS,
     )
     pack: bool = setting(

@@ -134,7 +134,9 @@ def assemble(
             first_off = at + 1 if begins_with_bos else at
             context_end = document.context + framed  # in the document, which begins with BOS
             in_context = min(context_end - start, num_ids)
-            off.append((first_off, ids_at + max(repeated, in_context)))
+            end_off = ids_at + max(repeated, in_context)
+            if first_off < end_off:
+                off.append((first_off, end_off))
 
         # A silent document is off, and so is the token after it.
         if document.silent:
@@ -154,11 +156,10 @@ def _live(
     tokens: np.ndarray, off: Sequence[tuple[int, int]], *, bos: int, framed: bool
 ) -> np.ndarray | None:
     """(T + 1,) u8: 0 in the ranges `off`, else 1; None if all tokens are targets."""
-    ranges = [(begin, end) for begin, end in off if begin < end]
-    if framed and not ranges:
+    if framed and not off:
         return None
     live = np.ones(len(tokens), np.uint8)
-    for begin, end in ranges:
+    for begin, end in off:
         live[begin:end] = 0
     if not framed:  # stored entries end with EOD, which does not predict the token after it
         live[1:] &= tokens[:-1] != bos

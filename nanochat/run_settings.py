@@ -127,42 +127,22 @@ def resolve(
     room: int | None,
     train: Mapping[str, Manifest] | None = None,
 ) -> tuple[Settings, Horizon, GPTConfig]:
-    """(settings, horizon, shape of the model) with all automatic settings resolved. ValueError for
-    settings that do not fit together. Batch size, horizon and learning rates follow from parameter
-    counts, so the model is built on the meta device first. `room`: see `device_memory`. `train`:
-    training files of a new run, which limit its lanes."""
+    """(settings, horizon, shape of the model) with all automatic settings resolved.
+
+    `room`: see `device_memory`. `train`: training files of a new run, which limit its lanes.
+    ValueError for settings that do not fit together.
+    """
+    # batch size, horizon and rates follow from parameter counts: the model comes first
     model = build_model(settings)
-    scaling = [
-        sum(m.num_scaling_params()[k] for k in ("transformer_matrices", "lm_head"))
-        for m in (model, build_model(settings, REFERENCE_DEPTH))
-    ]
-    horizon = resolve_horizon(
-        num_iterations=settings.num_iterations,
-        target_flops=settings.target_flops,
-        target_param_data_ratio=settings.target_param_data_ratio,
-        total_batch_size=settings.total_batch_size,
-        weight_decay=settings.weight_decay,
-        sequence_len=settings.max_seq_len,
-        scaling_params=scaling[0],
-        reference_scaling_params=scaling[1],
-        flops_per_token=model.estimate_flops(),
-        curriculum_tokens=settings.curriculum_tokens,
-    )
+    horizon = _horizon(settings, model)
     rows = horizon.total_batch_size // settings.max_seq_len
+    world_size = settings.world_size
     lanes = settings.lanes
     if lanes == -1:
-        fed = [
-            fed_lanes(
-                *counts_and_means(manifest),
-                T=settings.max_seq_len,
-                buffer_size=settings.buffer_size,
-            )
-            for manifest in (train or {}).values()
-        ]
-        lanes = default_lanes(rows, fed=min(fed, default=MAX_LANES), world_size=settings.world_size)
-    leaves = (
-        default_leaves(settings.world_size, lanes) if settings.leaves == -1 else settings.leaves
-    )
+        lanes = default_lanes(rows, fed=_lanes_fed(settings, train or {}), world_size=world_size)
+    leaves = settings.leaves
+    if leaves == -1:
+        leaves = default_leaves(world_size, lanes)
     settings = replace(
         settings,
         total_batch_size=horizon.total_batch_size,
@@ -170,24 +150,63 @@ def resolve(
         leaves=leaves,
         dtype=str(dtype).removeprefix("torch."),
     )
-    automatic = settings.device_batch_size == -1
-    # both StepLayout and phase_rows raise ValueError for numbers that do not fit together
-    layout = StepLayout(
-        lanes, rows, 1 if automatic else settings.device_batch_size, 0, settings.world_size, leaves
-    )
-    if automatic:
+    is_automatic = settings.device_batch_size == -1
+    B = 1 if is_automatic else settings.device_batch_size
+    layout = StepLayout(lanes, rows, B, 0, world_size, leaves)  # ValueError if they do not fit
+    if is_automatic:
         settings = replace(settings, device_batch_size=largest_batch(settings, layout, room))
     if settings.mix is not None:
-        settings.mix.phase_rows(settings.max_seq_len, lanes)
-        budget, total = settings.curriculum_tokens, horizon.total_tokens
-        if abs(total - budget) > horizon.total_batch_size and not settings.allow_budget_mismatch:
-            raise ValueError(
-                f"--curriculum: its phases add up to {budget:,} tokens, but the run trains on {total:,} "
-                f"({horizon.num_iterations:,} steps of {horizon.total_batch_size:,}); remove "
-                f"--num-iterations to train as long as the curriculum lasts, change its durations, set "
-                f"allow_budget_mismatch: true in it, or add --allow-budget-mismatch"
-            )
+        settings.mix.phase_rows(settings.max_seq_len, lanes)  # ValueError for a short phase
+        _check_budget(settings, horizon)
     return settings, horizon, model.config
+
+
+def _horizon(settings: Settings, model: GPT) -> Horizon:
+    """How long a run of this model is, its batch size, and how rates scale with them."""
+    reference = build_model(settings, REFERENCE_DEPTH)
+    scaling_params, reference_params = [
+        sum(m.num_scaling_params()[part] for part in ("transformer_matrices", "lm_head"))
+        for m in (model, reference)
+    ]
+    return resolve_horizon(
+        num_iterations=settings.num_iterations,
+        target_flops=settings.target_flops,
+        target_param_data_ratio=settings.target_param_data_ratio,
+        total_batch_size=settings.total_batch_size,
+        weight_decay=settings.weight_decay,
+        sequence_len=settings.max_seq_len,
+        scaling_params=scaling_params,
+        reference_scaling_params=reference_params,
+        flops_per_token=model.estimate_flops(),
+        curriculum_tokens=settings.curriculum_tokens,
+    )
+
+
+def _lanes_fed(settings: Settings, train: Mapping[str, Manifest]) -> int:
+    """How many lanes the smallest bucket can feed."""
+    fed = [
+        fed_lanes(
+            *counts_and_means(manifest),
+            T=settings.max_seq_len,
+            buffer_size=settings.buffer_size,
+        )
+        for manifest in train.values()
+    ]
+    return min(fed, default=MAX_LANES)
+
+
+def _check_budget(settings: Settings, horizon: Horizon) -> None:
+    """ValueError if a curriculum is longer or shorter than the run."""
+    budget, total = settings.curriculum_tokens, horizon.total_tokens
+    fits = abs(total - budget) <= horizon.total_batch_size
+    if fits or settings.allow_budget_mismatch:
+        return
+    raise ValueError(
+        f"--curriculum: its phases add up to {budget:,} tokens, but the run trains on {total:,} "
+        f"({horizon.num_iterations:,} steps of {horizon.total_batch_size:,}); remove "
+        f"--num-iterations to train as long as the curriculum lasts, change its durations, set "
+        f"allow_budget_mismatch: true in it, or add --allow-budget-mismatch"
+    )
 
 
 def derive(settings: Settings, horizon: Horizon) -> dict[str, Any]:

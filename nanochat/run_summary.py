@@ -44,73 +44,82 @@ def print_split(run: Run) -> None:
 def print_summary(
     start: Start, layout: StepLayout, device: torch.device, typed: Sequence[str]
 ) -> None:
-    """Print what is about to run. For a new run: settings from the command line or its --config
-    file (`typed`) that differ from the defaults, and the values that follow from these, the data
-    and this machine. For a resume: the settings that differ from those of the run."""
+    """Print what is about to run: its settings, how a step is divided, and what to know about it.
+
+    `typed`: the settings that the command line or its --config file names.
+    """
     if start.config:
-        print0(f"settings: those in {start.run_dir / CONFIG_NAME}")
-        for change, effect in start.notices.items():
-            print0(f"changed: {change}{effect and f' ({effect})'}")
+        _print_changes(start)
     else:
-        settings = start.settings.differing()
-        print0(
-            "set:",
-            *(
-                f"  {flag(name):32s} {show_short(settings[name])}"
-                for name in settings
-                if name in typed
-            ),
-            sep="\n",
-        )
-        worked_out = {
-            name: value
-            for name, value in {**settings, **derive(start.settings, start.horizon)}.items()
-            if name not in typed
-        }
-        print0(
-            "worked out from these settings, the data and this machine:",
-            *(f"  {name:32s} {show_short(value)}" for name, value in worked_out.items()),
-            sep="\n",
-        )
+        _print_settings(start, typed)
+    processes = counted(layout.world_size, "process")
     batches = counted(len(layout.leaves) * layout.micro_batches_per_leaf, "micro-batch")
+    leaves = "1 leaf" if layout.num_leaves == 1 else f"{layout.num_leaves} leaves"
     print0(
         f"step: {layout.rows_per_step} rows of T + 1 = {start.settings.max_seq_len + 1:,} tokens (inputs and "
-        f"targets overlap) from {layout.V} lanes; {counted(layout.world_size, 'process')} x {batches} of "
-        f"{layout.device_batch_size} rows; {layout.num_leaves} {'leaf' if layout.num_leaves == 1 else 'leaves'}"
+        f"targets overlap) from {layout.V} lanes; {processes} x {batches} of "
+        f"{layout.device_batch_size} rows; {leaves}"
     )
-    with contextlib.suppress(OSError):  # a system may not know its load
-        load, cores = os.getloadavg()[0], os.cpu_count() or 1
-        if device.type == "cpu" and torch.get_num_threads() > 1 and load > cores:
-            print0(
-                f"note: the load of this machine is {load:.1f} on {counted(cores, 'core')}. Threads then wait for "
-                f"each other, which can make a step ten times as long. OMP_NUM_THREADS=1 avoids that"
-            )
-    if (room := device_memory(device, start.settings.world_size)) is not None:
-        print0(
-            describe_memory(estimate_memory(start.settings, room))
-            + f"; {room / 1e9:,.1f} GB available"
-        )
-    if layout.num_leaves % layout.world_size:
-        print0(
-            f"note: {layout.world_size} processes do not divide {layout.num_leaves} leaves: same data, but "
-            f"results are rounded differently than with a number that divides them (--leaves is fixed when a run "
-            f"starts)"
-        )
-    if layout.dead_share > 0.1:
-        print0(
-            f"note: {layout.dead_share:.0%} of the computed rows are padding; to avoid that, choose a "
-            f"--device-batch-size that divides {layout.rows_per_step // layout.num_blocks}, the rows of a leaf"
-        )
-    are_token_files = FORMATS.get(start.settings.data_format) == (".bin",)
-    if are_token_files and not is_remote(start.settings.data_path or ""):
-        print0(
-            f"note: token files are read through memory maps. If SIGBUS kills this process, a file was truncated: "
-            f"scripts.status {start.run_dir.name} or the next launch names it"
-        )
+    room = device_memory(device, start.settings.world_size)
+    if room is not None:
+        needed = describe_memory(estimate_memory(start.settings, room))
+        print0(f"{needed}; {room / 1e9:,.1f} GB available")
+    for note in _notes(start, layout, device):
+        print0(f"note: {note}")
     if start.checkpoint is not None:
         print0(f"resuming from {start.checkpoint.path} at step {start.step:,}")
     elif start.cursors is not None and start.origin is not None:
         print0(f"the data continues where {start.origin.path} stopped")
+
+
+def _print_changes(start: Start) -> None:
+    """For a resume: print the settings that differ from those of the run."""
+    print0(f"settings: those in {start.run_dir / CONFIG_NAME}")
+    for change, effect in start.notices.items():
+        print0(f"changed: {change}{effect and f' ({effect})'}")
+
+
+def _print_settings(start: Start, typed: Sequence[str]) -> None:
+    """For a new run: print the settings that were typed and differ from the defaults, and what
+    follows from them, the data and this machine."""
+    settings = start.settings.differing()
+    print0("set:")
+    for name, value in settings.items():
+        if name in typed:
+            print0(f"  {flag(name):32s} {show_short(value)}")
+    print0("worked out from these settings, the data and this machine:")
+    for name, value in {**settings, **derive(start.settings, start.horizon)}.items():
+        if name not in typed:
+            print0(f"  {name:32s} {show_short(value)}")
+
+
+def _notes(start: Start, layout: StepLayout, device: torch.device) -> Iterator[str]:
+    """What may surprise somebody about this launch."""
+    with contextlib.suppress(OSError):  # a system may not know its load
+        load, cores = os.getloadavg()[0], os.cpu_count() or 1
+        if device.type == "cpu" and torch.get_num_threads() > 1 and load > cores:
+            yield (
+                f"the load of this machine is {load:.1f} on {counted(cores, 'core')}. Threads then wait for "
+                f"each other, which can make a step ten times as long. OMP_NUM_THREADS=1 avoids that"
+            )
+    if layout.num_leaves % layout.world_size:
+        yield (
+            f"{layout.world_size} processes do not divide {layout.num_leaves} leaves: same data, but "
+            f"results are rounded differently than with a number that divides them (--leaves is fixed when a run "
+            f"starts)"
+        )
+    if layout.dead_share > 0.1:
+        rows_of_leaf = layout.rows_per_step // layout.num_blocks
+        yield (
+            f"{layout.dead_share:.0%} of the computed rows are padding; to avoid that, choose a "
+            f"--device-batch-size that divides {rows_of_leaf}, the rows of a leaf"
+        )
+    are_token_files = FORMATS.get(start.settings.data_format) == (".bin",)
+    if are_token_files and not is_remote(start.settings.data_path or ""):
+        yield (
+            f"token files are read through memory maps. If SIGBUS kills this process, a file was truncated: "
+            f"scripts.status {start.run_dir.name} or the next launch names it"
+        )
 
 
 def show_short(value: object) -> str:

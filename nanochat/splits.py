@@ -331,8 +331,18 @@ def split_train_val(
         return {"train": train, "val": _val_files(val_data, data_format)}
     if has_train:
         return {"train": train, "val": val}
+    return _take_last_files(data, train, val, by_bucket=by_bucket)
 
-    # the last file of each bucket without validation data of its own
+
+def _take_last_files(
+    data: DataPath,
+    train: dict[str, list[Path]],
+    val: dict[str, list[Path]],
+    *,
+    by_bucket: bool,
+) -> dict[str, dict[str, list[Path]]]:
+    """Both splits, where the last file of each bucket validates if the bucket has no validation
+    files of its own. ValueError if that leaves a split without files."""
     last: dict[str, Path] = {}
     for bucket, files in train.items():
         if bucket not in val and (file := last_of(files)) is not None:

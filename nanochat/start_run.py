@@ -288,7 +288,8 @@ def inspect_run(settings: Settings, device: torch.device) -> Start:
 
 def _inspect(run_dir: Path, settings: Settings, device: torch.device) -> Start:
     """Rank 0's part of `inspect_run`."""
-    exists, scratch = is_run_dir(run_dir), settings.resume == "scratch"
+    exists = is_run_dir(run_dir)
+    scratch = settings.resume == "scratch"
     if exists and scratch and not settings.force:
         raise ValueError(
             f"--resume=scratch: {run_dir} already holds a run; add --force to rename it, or name a new "
@@ -298,21 +299,11 @@ def _inspect(run_dir: Path, settings: Settings, device: torch.device) -> Start:
         read_bundle(settings.eval_bundle, settings.core_metric_max_per_task)
     config = dict[str, Any]()
     notices = dict[str, str]()
-    checkpoint = None
-    origin = None
     if exists and not scratch:
         config = read_config(run_dir)
         settings, notices = resume_settings(config, settings, run_dir=run_dir)
-    if not scratch:
-        is_auto = settings.resume == "auto"
-        checkpoint = _newest_checkpoint(run_dir) if is_auto else find_checkpoint(settings.resume)
-        # None: a copy outside its run; run_dir may be a link
-        own_names = (None, run_dir.name, run_dir.resolve().name)
-        if checkpoint is not None and describe_origin(checkpoint)["run"] not in own_names:
-            raise ValueError(
-                f"--resume={settings.resume}: the checkpoint does not belong to {run_dir}; to start a new "
-                f"run from it, use --init-from={settings.resume}"
-            )
+    checkpoint = None if scratch else _own_checkpoint(run_dir, settings.resume)
+    origin = None
     if settings.init_from is not None and checkpoint is None:
         origin = _find_origin(settings.init_from, config.get("origin"))
     if origin is not None and settings.init_data == "continue" and settings.lanes == -1:
@@ -345,6 +336,21 @@ def _inspect(run_dir: Path, settings: Settings, device: torch.device) -> Start:
     return replace(
         start, settings=order.settle(settings, horizon, start.cursors, start.steps_to_read)
     )
+
+
+def _own_checkpoint(run_dir: Path, resume: str) -> Checkpoint | None:
+    """The checkpoint of the run that --resume names. ValueError if it belongs to another run."""
+    if resume == "auto":
+        return _newest_checkpoint(run_dir)
+    checkpoint = find_checkpoint(resume)
+    # None: a copy outside its run; run_dir may be a link
+    own_names = (None, run_dir.name, run_dir.resolve().name)
+    if describe_origin(checkpoint)["run"] not in own_names:
+        raise ValueError(
+            f"--resume={resume}: the checkpoint does not belong to {run_dir}; to start a new run from "
+            f"it, use --init-from={resume}"
+        )
+    return checkpoint
 
 
 def _newest_checkpoint(run_dir: Path) -> Checkpoint | None:

@@ -211,11 +211,13 @@ class Feed:
         groups, rows, keep = self.order.unit(epoch, place, stop)
 
         # each group is read once
+        positions_of: dict[int, list[int]] = {}
+        for position, group in enumerate(groups.tolist()):
+            positions_of.setdefault(group, []).append(position)
         documents: dict[int, Document] = {}  # by position in the unit
-        for group in dict.fromkeys(groups.tolist()):
-            positions = np.flatnonzero(groups == group)
+        for group, positions in positions_of.items():
             of_group = self._read(group, rows[positions], keep)
-            documents.update(zip(positions.tolist(), of_group))
+            documents.update(zip(positions, of_group))
 
         # the unit, in the order of use
         in_order = [documents[position] for position in range(len(rows))]

@@ -342,5 +342,5 @@ def take_step(
         torch.cat([message, torch.stack([norm.to(limit.dtype), limit])])
     )
     totals = StepTotals.read(values, num_buckets)
-    can_spike = norm_limit < math.inf
+    can_spike = min(loss_limit, norm_limit) < math.inf
     return replace(totals, grad_norm=grad_norm, norm_limit=limited, can_spike=can_spike)

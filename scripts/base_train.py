@@ -458,13 +458,7 @@ def log_step(
         "total_training_flops": training.flops_per_token * progress.tokens,
         "total_training_time": progress.train_time_s,
     }
-    if len(loader.buckets) > 1:
-        for number, bucket in enumerate(loader.buckets):
-            loss, live = totals.of_bucket(number)
-            record |= {f"loss/{bucket}": loss, f"tokens/{bucket}": live}
-    if (peak := peak_memory(loader.device)) is not None:
-        record["peak_memory_bytes"] = peak
-        record["reserved_memory_bytes"] = reserved_memory(loader.device)
+    record |= losses_of_buckets(loader.buckets, totals) | memory_in_use(loader.device)
     line = [
         f"loss {smooth:.6f} (smoothed)",
         f"lr x{lr:.3f}",
@@ -488,6 +482,22 @@ def log_step(
         phase=loader.phase,
     )
     journal.step(report)
+
+
+def losses_of_buckets(buckets: Sequence[str], totals: StepTotals) -> dict[str, Any]:
+    """The loss and the number of live targets of each bucket; {} if there is only one."""
+    record: dict[str, Any] = {}
+    for number, bucket in enumerate(buckets if len(buckets) > 1 else ()):
+        record[f"loss/{bucket}"], record[f"tokens/{bucket}"] = totals.of_bucket(number)
+    return record
+
+
+def memory_in_use(device: torch.device) -> dict[str, int | None]:
+    """The memory of a GPU that was used and reserved so far, in bytes; {} without a GPU."""
+    peak = peak_memory(device)
+    if peak is None:
+        return {}
+    return {"peak_memory_bytes": peak, "reserved_memory_bytes": reserved_memory(device)}
 
 
 # ---- the end -------------------------------------------------------------------------------------

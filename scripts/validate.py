@@ -25,7 +25,7 @@ import torch
 from nanochat.checkpoint import TIMED_KEPT
 from nanochat.cli import EXIT_FAILED, Parser, run_main, setup_logging, whole
 from nanochat.common import counted
-from nanochat.config import add_flags, from_flags
+from nanochat.config import Settings, add_flags, from_flags
 from nanochat.dist import autodetect_device_type
 from nanochat.plan import (
     Plan,
@@ -41,7 +41,7 @@ from nanochat.run_order import order_of
 from nanochat.run_owner import check_free
 from nanochat.run_settings import build_model, describe_memory, device_memory, estimate_memory
 from nanochat.run_summary import print_split
-from nanochat.start_run import Start, command, find_data, inspect_run
+from nanochat.start_run import Run, Start, command, find_data, inspect_run
 
 COPIES = 2  # checkpoints on disk at once: the old one is deleted when the new one is complete
 BY_TIME = TIMED_KEPT + 1  # the same with timed saves; at the end `final` replaces one
@@ -80,17 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     device = torch.device(settings.device_type or autodetect_device_type())
     settings, tokenizer = command(settings, args.world_size, device.type)
     ok(f"tokenizer {tokenizer.fingerprint}, {tokenizer.get_vocab_size():,} tokens")
-    refused = False
-    try:
-        check_free(run_path(settings.tag))
-        start = inspect_run(settings, device)
-    except ValueError as e:
-        start = inspect_run(
-            replace(settings, model_tag=f"{settings.model_tag}-{os.getpid()}", resume="auto"),
-            device,
-        )
-        refused = True
-        print(f"error: {e}\na new run with these settings:")
+    start, refused = inspect(settings, device)
     model, num_steps = build_model(start.settings), start.horizon.num_iterations
     ok(
         f"configuration: {num_steps:,} steps of {start.settings.total_batch_size:,} tokens, "
@@ -100,16 +90,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parts = estimate_memory(start.settings, device_memory(device, args.world_size))
         ok(f"{describe_memory(parts)}, with --device-batch-size={start.settings.device_batch_size}")
     if not refused:
-        ok(
-            f"run directory {start.run_dir}{default}: "
-            + (
-                f"resumes from {start.checkpoint.path}"
-                if start.checkpoint
-                else "restarts from step 0"
-                if is_run_dir(start.run_dir)
-                else "a new run"
-            )
-        )
+        ok(f"run directory {start.run_dir}{default}: {beginning(start)}")
     if start.state.get("status") == "halted" and (over := start.over()) is not None:
         print(f"note: {over.sentence}")
     # float32 weights, and two more float32 per weight in the optimizer
@@ -122,19 +103,46 @@ def main(argv: Sequence[str] | None = None) -> int:
         ok(order.describe(run.settings, run.cursors, run.steps_to_read))
         return EXIT_FAILED if refused else 0
     plan = make_run_plan(run, run.data)
-    print(*plan_lines(plan), LEGEND, sep="\n")
     if args.plot:
         draw(plan, args.plot)
         ok(f"plot {args.plot}")
+    is_good = report_plan(plan, run)
+    if is_good and not refused:
+        ok("training can start")
+    return 0 if is_good and not refused else EXIT_FAILED
+
+
+def inspect(settings: Settings, device: torch.device) -> tuple[Start, bool]:
+    """(how the run starts, whether it is refused). Of a refused run, the start of a new one with
+    the same settings."""
+    try:
+        check_free(run_path(settings.tag))
+        return inspect_run(settings, device), False
+    except ValueError as e:
+        other = replace(settings, model_tag=f"{settings.tag}-{os.getpid()}", resume="auto")
+        start = inspect_run(other, device)
+        print(f"error: {e}\na new run with these settings:")
+        return start, True
+
+
+def beginning(start: Start) -> str:
+    """Where a run begins, in words."""
+    if start.checkpoint:
+        return f"resumes from {start.checkpoint.path}"
+    return "restarts from step 0" if is_run_dir(start.run_dir) else "a new run"
+
+
+def report_plan(plan: Plan, run: Run) -> bool:
+    """Print a plan, its warnings, and why the run should not start. Returns whether it should."""
+    print(*plan_lines(plan), LEGEND, sep="\n")
     for line in warnings(plan):
         print(f"warning: {line}")
-    if why := problem(plan) or refusal(plan, run):
+    why = problem(plan) or refusal(plan, run)
+    if why:
         print(f"error: {why}")
     elif halts_probably(plan):
         print("error: training can start, but by this estimate it halts before its last step")
-    elif not refused:
-        ok("training can start")
-    return EXIT_FAILED if refused or why or halts_probably(plan) else 0
+    return not why and not halts_probably(plan)
 
 
 def ok(text: str) -> None:

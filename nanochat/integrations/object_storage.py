@@ -50,7 +50,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path, PosixPath, PurePosixPath
@@ -254,7 +254,7 @@ class Bucket:
                 f"{KEYS_HINT[scheme]}"
             ) from None
 
-    def stat(self, meta: Any) -> Stat:
+    def stat(self, meta: Mapping[str, Any]) -> Stat:
         """A `Stat` from obstore's description of an object."""
         return Stat(f"{self.name}/{meta['path']}", meta["size"], meta["e_tag"] or "")
 
@@ -491,13 +491,13 @@ class Msc:
             "e_tag": info.etag,
         }
 
-    def head(self, _: Any, key: str) -> dict[str, Any]:
+    def head(self, _: object, key: str) -> dict[str, Any]:
         return {**self._meta(self.client.info(key)), "path": key}
 
-    def list(self, _: Any, prefix: str | None) -> Iterator[list[dict[str, Any]]]:
+    def list(self, _: object, prefix: str | None) -> Iterator[list[dict[str, Any]]]:
         yield [self._meta(info) for info in self.client.list(path=prefix or "")]
 
-    def get(self, _: Any, key: str, options: dict[str, Any]) -> Any:
+    def get(self, _: object, key: str, options: dict[str, Any]) -> Any:
         begin, end = options["range"]
         data = self.client.read(key, byte_range=self.span(offset=begin, size=end - begin))
         return SimpleNamespace(bytes=lambda: data, range=(begin, end), meta=self.head(None, key))

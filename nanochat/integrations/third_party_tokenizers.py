@@ -476,7 +476,7 @@ class Restored:
 
     state: Any = None
 
-    def __setstate__(self, state: Any) -> None:
+    def __setstate__(self, state: object) -> None:
         self.state = state
 
 

@@ -166,6 +166,89 @@ class FileSource(Source):
     assert "got 'csv', expected text, shards, megatron, or a NAME" in refused
 
 
+COPIES = '''
+
+from dataclasses import asdict, dataclass
+
+import numpy as np
+
+from nanochat.common import words
+from nanochat.rows import Row
+from nanochat.stream import LaneState
+
+
+@dataclass(frozen=True)
+class Copies:
+    """Rows of random tokens whose second half repeats the first one."""
+
+    T: int
+    V: int
+    seed: int
+    framed = True
+
+    def identity(self):
+        return asdict(self)
+
+    def open(self, sources, lanes, cursors=None, **unused):
+        return CopyStream(self, list(lanes), cursors[0]["row"] if cursors else 0)
+
+
+class CopyStream:
+    mixer = None
+    buckets = ("copies",)
+
+    def __init__(self, config, lanes, row):
+        self.config, self.lanes, self.row = config, lanes, row
+
+    def next_rows(self, num_rows):
+        numbers = range(self.row, self.row + num_rows)
+        self.row += num_rows
+        return [self.make(lane, row) for lane in self.lanes for row in numbers]
+
+    def make(self, lane, row):
+        half = words(self.config.T // 2 + 1, self.config.seed, lane, row) % 256
+        return Row(lane, row, "copies", np.resize(half, self.config.T + 1), None, [])
+
+    def dry_bucket(self, lane):
+        return None
+
+    def state(self):
+        return [LaneState(lane, self.row, frozenset(), {}) for lane in self.lanes]
+
+    def cursors(self, state=None):
+        stream = self.config.identity()
+        return [
+            {"lane": lane, "row": row, "stream": stream, "buckets": {}}
+            for lane, row, *_ in state or self.state()
+        ]
+
+    def close(self):
+        pass
+
+
+class CopyOrder(LaneOrder):
+    has_plan = False
+
+    def stream_config(self, settings):
+        return Copies(settings.max_seq_len, settings.lanes, settings.order_seed)
+
+
+ORDERS["copies"] = "nanochat.run_order:CopyOrder"
+'''
+
+
+def test_another_order_of_the_data(fork):
+    """Rows that no document fills; the run resumes, and the ranks share the rows."""
+    fork.append("nanochat/run_order.py", COPIES)
+    fork.run(order="copies")
+    whole = training.digests("hack")
+    fork.run(order="copies", num_iterations=2, tag="resumed")
+    fork.run(order="copies", tag="resumed")
+    assert training.digests("resumed") == whole and len(set(whole)) == 4
+    group = fork.start(2, tag="two", order="copies")
+    assert group.wait() == [0, 0] and training.digests("two") == whole, group.text()
+
+
 def test_a_schedule_with_a_flag_of_its_own(fork):
     """A run that began before the flag existed is resumed with its default."""
     fork.run(num_iterations=2, tag="older")

@@ -96,9 +96,8 @@ def test_a_rank_that_skips_a_spike_alone_is_detected(corpus):
 
 
 def test_ten_spikes_in_a_row_end_the_run_with_advice(corpus):
-    none = (math.inf, math.inf)  # either both limits are finite or none is
     with mock.patch.object(
-        trainer, "limits", lambda window, _: (0.0, 1e9) if len(window) == 4 else none
+        trainer, "limits", lambda window, _: (0.0 if len(window) == 4 else math.inf, math.inf)
     ):
         outcome = training.run(**corpus, model_tag="diverged")
     assert outcome.code == 1 and "step 13: 10 steps in a row were skipped as spikes" in outcome.err

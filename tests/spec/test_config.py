@@ -20,8 +20,6 @@ from nanochat.config import (
 from nanochat.integrations.megatron_settings import MegatronSettings
 
 RUN_DIR = Path("/runs/d4")
-
-
 RUN = replace(
     Settings(),
     device_batch_size=32,

@@ -12,8 +12,6 @@ from nanochat.curriculum import BLOCK, Curriculum, Mixer, Phase, load
 from tests.toy import examples
 
 NAMES = ("books", "code", "math", "web")
-
-
 TEXT = """\
 curriculum:
   - duration_tokens: 3_000_000

@@ -26,8 +26,6 @@ from tests.toy import (
 )
 
 CONFIG = StreamConfig(T=16, V=8, long_docs="split", overlap=5, buffer_size=5, unit_size=4)
-
-
 R = 24
 
 

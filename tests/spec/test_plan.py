@@ -16,8 +16,6 @@ from tests.token_files import Tokenizer, write_pair
 from tests.toy import examples
 
 EOD = 256
-
-
 LAYOUTS = [
     {},
     {"long_docs": "split", "overlap": 3},

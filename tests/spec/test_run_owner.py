@@ -13,9 +13,7 @@ from hypothesis import strategies as st
 from nanochat import run_owner
 from nanochat.run_dir import remove_tree
 from nanochat.run_owner import OWNER_NAME, RunState, claim
-from nanochat.run_state import (
-    identify,
-)
+from nanochat.run_state import identify
 from tests.training import fingerprint, owner_of
 
 # ---- one owner -----------------------------------------------------------------------------------

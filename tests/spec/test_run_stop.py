@@ -38,10 +38,7 @@ def test_a_signal_is_reported_once_and_the_first_one_is_the_reason(number, capfd
 
 # ---- walltime and the flag file ------------------------------------------------------------------
 
-
 SLURM_END = "SLURM_JOB_END_TIME"
-
-
 MAX_RUNTIME = "NANOCHAT_MAX_RUNTIME"
 
 

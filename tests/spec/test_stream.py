@@ -95,7 +95,6 @@ def test_law_stops_and_other_numbers_of_processes_change_no_digest(layout, small
 
 # ---- cursors -------------------------------------------------------------------------------------
 
-
 BASE = stream_config("split", T=16, V=4, overlap=5, buffer_size=5, unit_size=4)
 
 

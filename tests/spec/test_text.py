@@ -22,8 +22,6 @@ def base_dir(tmp_path_factory, monkeypatch):
 
 
 DOCUMENTS = some_texts(90, seed=8, longest=40)
-
-
 FRACTIONS = st.sampled_from([0.0, 0.01, 0.1, 0.25, 0.5, 0.9]) | st.floats(0, 0.99)
 
 

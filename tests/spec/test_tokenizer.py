@@ -25,8 +25,6 @@ pytestmark = pytest.mark.usefixtures("base_dir")
 
 
 VOCAB_SIZE = 1024
-
-
 CORPUS = [
     *pydoc_data.topics.topics.values(),
     *(f"{i} -> 2024 {i**3 * 7919}, naïve café 한국어 中文 🙂" for i in range(300)),

@@ -64,8 +64,10 @@ KEPT = {  # (compiled, activation checkpointing)
     (False, True): (2.5, 0.0, 24.0),
 }
 # In graphs of more than 20 recomputed layers, Inductor (PyTorch 2.11) holds several layers at once:
-# d24 takes 50 units more, d26 about 75. The line is fitted to these two graphs.
-MANY_LAYERS, UNITS_BEYOND = 20, 12.5
+# d24 takes 50 units more, d26 88. The curve is fitted to these two graphs: 8.2 k + 1.08 k^2 units
+# for k layers beyond.
+MANY_LAYERS = 20
+BEYOND, BEYOND_SQUARED = 8.2, 1.08
 SPARE = 0.04  # small tensors, workspaces of cuBLAS, gaps between tensors
 
 
@@ -618,7 +620,8 @@ class GPT(nn.Module):
         """
         per_layer, ends, one_layer = KEPT[compiled, self.activation_checkpointing]
         if compiled and self.activation_checkpointing:
-            one_layer += UNITS_BEYOND * max(0, self.config.n_layer - MANY_LAYERS)
+            beyond = max(0, self.config.n_layer - MANY_LAYERS)
+            one_layer += BEYOND * beyond + BEYOND_SQUARED * beyond**2
         return per_layer * self.config.n_layer + ends, one_layer
 
     # -- optimizer --

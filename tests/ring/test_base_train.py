@@ -158,6 +158,7 @@ RESERVED_GB = [
     (12, 1, "causal", False, 64, 68.35),
     (12, 1, "varlen", False, 64, 68.35),
     (12, 8, "causal", False, 32, 35.73),
+    (12, 1, "causal", True, 256, 61.74),
     (20, 1, "causal", False, 16, 48.21),
     (20, 8, "causal", False, 16, 59.05),
     (20, 1, "causal", True, 128, 70.14),
@@ -167,6 +168,7 @@ RESERVED_GB = [
     (24, 1, "causal", True, 64, 76.68),
     (26, 1, "causal", False, 8, 53.26),
     (26, 8, "causal", False, 8, 74.44),
+    (26, 1, "causal", True, 32, 63.39),
 ]
 
 

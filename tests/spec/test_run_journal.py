@@ -110,3 +110,28 @@ def test_a_step_with_another_digest_than_the_run_recorded_is_refused():
 @pytest.mark.parametrize("digest, expected", [("ff", "ff"), (None, "ee"), ("ff", None)])
 def test_an_equal_or_an_unknown_digest_is_no_difference(digest, expected):
     check_digest(Path("/runs/d4"), 3, digest, expected)
+
+
+CALLS = []
+
+
+class Late(Sink):
+    """An optional sink that writes its last file when it is closed."""
+
+    def __init__(self, run):
+        CALLS.clear()
+
+    def close(self):
+        CALLS.append("sink closed")
+
+
+class State(Sink):
+    def end(self, status, reason):
+        CALLS.append("run given up")
+
+
+def test_an_optional_sink_is_closed_once_and_before_the_run_is_given_up():
+    journal = Journal([Optional("late", f"{__name__}:Late", None), State()])
+    journal.end("completed", 3)
+    journal.close()
+    assert CALLS == ["sink closed", "run given up"]

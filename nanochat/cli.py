@@ -394,6 +394,7 @@ class _LastingFile(io.FileIO):
     program whose real output is elsewhere."""
 
     def write(self, data: Any) -> int:
+        """See `io.FileIO.write`. Returns the size of the data also if it was dropped."""
         try:
             # full, and another program set it not to wait
             while (written := super().write(data)) is None:

@@ -539,6 +539,8 @@ def begin_run(run: Run, guard: Guard) -> None:
         num_iterations=run.horizon.num_iterations,
         step=run.step,
         checkpoint=run.checkpoint.path.name if run.checkpoint else None,
+        val_bpb=run.first_progress().val_bpb,
+        val_step=run.events.get("val", {}).get("step"),
     )
     open_folders(run_dir)
     write_json(run_dir / DATA_MANIFEST, run.data.manifests)

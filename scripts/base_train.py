@@ -241,6 +241,9 @@ def loop(run: Run, training: Training, guard: Guard, journal: Journal, saves: Sa
         if guard.rank != 0:
             raise SystemExit(1) from e  # rank 0 prints the error
         raise ValueError(f"{e}. {after_failure(run)}") from e
+    except StopAsked as e:  # before the first step, while the data was read
+        journal.end("stopped", progress.step, str(e))
+        raise
     except Exception as e:
         with suppress(Exception):  # the log may be what failed
             journal.event("failed", progress.step, reason=f"{type(e).__name__}: {e}")

@@ -29,6 +29,7 @@ from nanochat import (
     start_run,
 )
 from nanochat.checkpoint import MODEL_NAME, load_checkpoint
+from nanochat.common import StopAsked
 from nanochat.run_dir import read_log
 from nanochat.run_owner import OWNER_NAME
 from scripts import base_train, inspect_data, status
@@ -487,6 +488,30 @@ def test_a_bug_in_a_step_keeps_its_traceback_and_is_logged_as_a_failure(monkeypa
         "ZeroDivisionError: division by zero"
     ]
     assert training.state()["status"] == "failed"
+
+
+def test_a_stop_before_the_first_step_is_logged_as_a_stop_and_not_as_a_failure(monkeypatch):
+    def stopped(*args):
+        raise StopAsked("asked to stop while the data was read")
+
+    monkeypatch.setattr(base_train.Training, "check_next_step", stopped)
+    succeed(**SHORT)
+    assert [event["reason"] for event in events("stopped")] == [
+        "asked to stop while the data was read"
+    ]
+    assert events("failed") == [] and training.state()["status"] == "stopped"
+
+
+def test_the_state_of_a_resumed_run_has_the_last_validation_from_the_start(monkeypatch):
+    succeed(**{**SHORT, "eval_every": 2})
+    last = training.state()["val_bpb"]
+    seen = []
+    monkeypatch.setattr(
+        base_train, "one_step", lambda *args: seen.append(training.state()) or 1 / 0
+    )
+    with pytest.raises(ZeroDivisionError):
+        training.run(**{**SHORT, "eval_every": 5, "num_iterations": 8})
+    assert (seen[0]["val_bpb"], seen[0]["val_step"]) == (last, 4)
 
 
 def test_a_save_that_is_finished_while_a_run_fails_is_logged(monkeypatch):

@@ -16,11 +16,10 @@ import functools
 import logging
 import subprocess
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from tqdm import tqdm
 
 from nanochat.common import LAUNCH, duration, open_door, print0, show
@@ -37,12 +36,16 @@ BAR = "{desc} {percentage:3.0f}% |{bar:30}| {n_fmt}/{total_fmt}{postfix}"
 
 
 class Journal:
-    """Reports a run to its sinks, in their order. `wandb_id`: of the wandb run, which checkpoints
-    store."""
+    """Reports a run to its sinks, in their order.
 
-    def __init__(self, sinks: Sequence[Sink] = (), wandb_id: str | None = None) -> None:
+    wandb_id: of the wandb run, which checkpoints store. versions: of code, packages and processors
+    of this launch.
+    """
+
+    def __init__(self, sinks: Sequence[Sink] = ()) -> None:
         self.sinks = sinks
-        self.wandb_id = wandb_id
+        self.wandb_id: str | None = None
+        self.versions: dict[str, Any] = {}
 
     def event(self, name: str, step: int, **record: object) -> None:
         """Report an event after `step` steps, or in that step. `record`: JSON. Like all reports, it
@@ -77,12 +80,13 @@ def open_journal(run: Run, guard: Guard) -> Journal:
     owner, state = guard.owner, guard.state
     if owner is None or state is None:
         return Journal()
-    own_log = Log(run, guard.device, owner)
-    own_log.note_other_versions()
+    own_log = Log(run, owner)
     optional = [Optional(name, entry, run) for name, entry in run.settings.sinks.items()]
     # first the log, which refuses a step with another digest; last the state, whose end gives up the
     # run
     journal = Journal([own_log, Terminal(run), Rows(run, owner), *optional, state])
+    journal.versions = {"code": code_version(), **versions(guard.device)}
+    note_other_versions(run, journal.versions)
     # the first launch logs the id of the wandb run at once, so that a resume finds it after a crash
     journal.wandb_id = run.wandb_id
     for sink in optional:
@@ -90,6 +94,15 @@ def open_journal(run: Run, guard: Guard) -> Journal:
     if journal.wandb_id != run.logged_wandb_id:
         own_log.event("wandb", run.step, {"id": journal.wandb_id})
     return journal
+
+
+def note_other_versions(run: Run, now: Mapping[str, Any]) -> None:
+    """Print what has changed since the previous launch: code, packages, processors."""
+    previous = run.events.get("started", {})
+    for name, value in now.items():
+        before = previous.get(name, value)
+        if "" not in (value, before) and before != value:
+            print0(f"note: the previous launch ran {name} {before}, this one runs {value}")
 
 
 # ---- sinks ---------------------------------------------------------------------------------------
@@ -183,30 +196,13 @@ class Optional(Sink):
 class Log(Sink):
     """logs/train.jsonl. A line is refused once another launch owns the run."""
 
-    def __init__(self, run: Run, device: torch.device, owner: Owner) -> None:
+    def __init__(self, run: Run, owner: Owner) -> None:
         self.run = run
-        self.device = device
         self.owner = owner
-        self.versions = {"code": code_version(), **versions(device)}
         path = run.run_dir / "logs" / "train.jsonl"
         self.log = TrainLog(path, first_step=run.step, lost=owner.lost)
 
-    def note_other_versions(self) -> None:
-        """Print what has changed since the previous launch: code, packages, processors."""
-        previous = self.run.events.get("started", {})
-        for name, value in self.versions.items():
-            before = previous.get(name, value)
-            if "" not in (value, before) and before != value:
-                print0(f"note: the previous launch ran {name} {before}, this one runs {value}")
-
     def event(self, name: str, step: int, record: dict[str, Any]) -> None:
-        if name == "started":
-            record = {
-                "device": self.device.type,
-                "num_iterations": self.run.horizon.num_iterations,
-                **self.versions,
-                **record,
-            }
         self.log.write(event=name, step=step, time=time.time(), **record)
 
     def step(self, report: StepReport) -> None:

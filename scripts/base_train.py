@@ -186,6 +186,9 @@ def announce(
         "started",
         run.step,
         world_size=guard.world_size,
+        device=guard.device.type,
+        num_iterations=run.horizon.num_iterations,
+        **journal.versions,
         command=shlex.join(["python", "-m", "scripts.base_train", *words]),
         typed=typed,
     )

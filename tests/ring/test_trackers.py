@@ -69,6 +69,7 @@ def test_tensorboard_has_the_values_of_the_log_and_a_profile_is_written(plain, c
         losses("seen"), rel=1e-6
     )
     assert [event.step for event in board.Scalars("val/bpb")] == [0, 2, 4]
+    assert [event.value for event in board.Scalars("started/num_iterations")] == [4]
     assert not (run_dir("seen") / "wandb").exists(), "wandb needs --run"
     assert "SyncActivityProfiler" not in capfd.readouterr().err, (
         "the profiler's library must not print"

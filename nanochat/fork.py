@@ -31,6 +31,7 @@ from nanochat.checkpoint import SCHEDULER_NAME, Checkpoint, find_checkpoint
 from nanochat.cli import Decides
 from nanochat.common import check_shape, differences, hash_json
 from nanochat.config import OF_ONE_RUN, Settings, fields_of, flag
+from nanochat.files import data_at
 from nanochat.gpt import GPTConfig
 from nanochat.order import StreamConfig, open_order
 from nanochat.run_dir import is_run_dir, read_config
@@ -115,6 +116,7 @@ def find_parent(fork_from: str) -> Parent:
 def branch_off(settings: Settings, parent: Parent) -> Settings:
     """The settings of a fork, with its record. ValueError if they change what a fork keeps, or if
     the fork would do nothing."""
+    settings = _inherit(settings, parent)
     changes = _changes(settings, parent)
     checkpoint = parent.checkpoint
     state = checkpoint.trainer_state
@@ -163,6 +165,16 @@ def branch_off(settings: Settings, parent: Parent) -> Settings:
         if steps != derived:
             settings = replace(settings, num_iterations=steps)
     return replace(settings, fork=fork._asdict())
+
+
+def _inherit(settings: Settings, parent: Parent) -> Settings:
+    """The settings with those of the parent that no flag names, such as Megatron's num_samples."""
+    values = {}
+    for name, f in fields_of(type(settings)).items():
+        is_hidden = f.metadata.get("auto") and not f.metadata.get("flag", True)
+        if is_hidden and name not in OF_ONE_RUN and hasattr(parent.settings, name):
+            values[name] = getattr(parent.settings, name)
+    return replace(settings, **values)
 
 
 def _changes(settings: Settings, parent: Parent) -> dict[str, list[Any]]:
@@ -240,6 +252,9 @@ def files_of_fork(parent: Parent, settings: Settings) -> Manifests:
     """
     fork = Fork.of(settings)
     assert fork is not None
+    order = order_of(settings)
+    if not order.feeds_lanes:  # an order of samples: all of its files, which may have moved
+        return check_files(parent.manifests, data_at(settings.data_path or "").folder)
     if not {"data_path", "val_path", "curriculum"} & fork.changes.keys():
         same = check_files(parent.manifests, strict=settings.strict)
         if "without_documents" in fork.changes:
@@ -255,9 +270,9 @@ def files_of_fork(parent: Parent, settings: Settings) -> Manifests:
         entries = [entry for manifest in val.values() for entry in manifest["files"]]
         evaluated = [pins_of(entry) for entry in entries]
         # with a validation file, all others are for training
-        file = Path([*val.values()][0]["root"], entries[0]["name"])
+        file = Path(next(iter(val.values()))["root"], entries[0]["name"])
         settings = replace(settings, val_path=str(file))
-    pinned = order_of(settings).pin(settings)
+    pinned = order.pin(settings)
     train: dict[str, Manifest] = {}
     for bucket, manifest in pinned["train"].items():
         theirs = parent.manifests["train"].get(bucket)

@@ -229,6 +229,11 @@ class RunReader:
     # ---- figures, defined once for all commands ----
 
     @property
+    def first_step(self) -> int:
+        """The first step that this run trained: of a fork, the one at which it left its parent."""
+        return (self.config.get("fork") or {}).get("step", 0)
+
+    @property
     def num_steps(self) -> int:
         """Number of steps done."""
         return self.steps[-1]["step"] + 1 if self.steps else 0

@@ -78,13 +78,14 @@ WORDS = 60  # characters shown from the beginning of a document
 @dataclass(frozen=True)
 class Opened:
     """The stream of a run, of a receipt or of flags; for the last two, `run` has no directory.
-    `begin`: the cursors of step 0, unless the run starts at the beginning of the data."""
+    `begin`: the cursors of the first step, unless the run starts at the beginning of the data."""
 
     run: RunReader
     data: RunData
     config: Any
     rows_per_step: int
     begin: list[Cursor] | None = None
+    first_step: int = 0  # of the run; a fork has those before it in its parent
 
     @property
     def rows_per_lane(self) -> int:
@@ -101,8 +102,13 @@ class Opened:
         """The stream of all lanes after `step` steps. A ValueError, even one raised while the
         caller reads, names the saved cursors that packing began with, because they may be
         damaged."""
+        if step < self.first_step:
+            raise ValueError(
+                f"step {step}: this run is a fork, and begins with step {self.first_step}; ask the run that "
+                f"it continues"
+            )
         saved = self.run.nearest_cursors(step)
-        done, cursors = saved or (0, self.begin)
+        done, cursors = saved or (self.first_step, self.begin)
         lanes = range(self.config.V)
         fingerprint = self.data.tokenizer.fingerprint
         try:
@@ -184,7 +190,9 @@ def open_stream_of(run_dir: Path) -> Opened:
     """The stream of a run. ValueError or FileNotFoundError if its data has changed or is
     missing."""
     data, config, settings = open_run(run_dir)
-    return Opened(RunReader(run_dir), data, config, settings.total_batch_size // config.T)
+    run = RunReader(run_dir)
+    rows_per_step = settings.total_batch_size // config.T
+    return Opened(run, data, config, rows_per_step, first_step=run.first_step)
 
 
 def warn_untrained(opened: Opened, last: int) -> None:
@@ -557,13 +565,14 @@ def tracer(opened: Opened) -> Callable[[DocumentPlace], Iterator[Pass]]:
     data = opened.data
     fingerprint = data.tokenizer.fingerprint
     trained = run.num_steps
+    first = opened.first_step
 
     @lru_cache(32)
     def nearest(step: int) -> tuple[int, list[Cursor] | None]:
-        return run.nearest_cursors(step) or (0, None)
+        return run.nearest_cursors(max(step, first)) or (first, None)
 
     if isinstance(config, StreamConfig):
-        saved_steps = sorted({0, *run.cursor_files})
+        saved_steps = sorted({first, *run.cursor_files})
         end = max(trained, run.horizon or 0)
         history = History(
             config,
@@ -577,10 +586,14 @@ def tracer(opened: Opened) -> Callable[[DocumentPlace], Iterator[Pass]]:
         )
         return history.passes
     stream: Any = open_stream(config, data.train, [0], tokenizer=fingerprint)
-    _, cursors = nearest(0)
-    begin = cursors[0]["samples"] if cursors else 0
+    _, cursors = nearest(first)
     return partial(
-        sample_passes, stream, rows_per_step=opened.rows_per_step, begin=begin, trained=trained
+        sample_passes,
+        stream,
+        rows_per_step=opened.rows_per_step,
+        first_step=first,
+        begin=cursors[0]["samples"] if cursors else 0,
+        trained=trained,
     )
 
 
@@ -610,7 +623,8 @@ def fate(opened: Opened, one_pass: Pass) -> str:
         return f"cropped from token {one_pass.cropped_after:,} on"
     if one_pass.uses:
         return ""
-    return "before this run began" if 0 in run.cursor_files else "in no row"
+    begins_later = opened.first_step > 0 or 0 in run.cursor_files
+    return "before this run began" if begins_later else "in no row"
 
 
 def remark(opened: Opened, traced: Traced, left_out: bool) -> str:

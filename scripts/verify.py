@@ -466,21 +466,27 @@ def check_receipt(path: Path, args: argparse.Namespace, _: tqdm) -> Iterator[str
     given = Settings(data_path=args.data_path, tokenizer=args.tokenizer, eod_token=args.eod_token)
     opened = Opened(RunReader(path), *open_receipt(path, given, highest))
     yield f"{path}: the files in {args.data_path} are those of {receipt['run']}"
+    first = opened.first_step
+    if min(steps) < first:
+        raise ValueError(
+            f"{path}: step {min(steps):,} is before the fork that it describes, which begins with step "
+            f"{first:,}; verify a receipt of the run that it continues"
+        )
     last = min(step for step in marks if step >= highest)
     yield (
-        f"  recomputing steps 0 to {last:,}: rows depend on earlier rows, and step {last:,} is the first "
+        f"  recomputing steps {first:,} to {last:,}: rows depend on earlier rows, and step {last:,} is the first "
         f"at or after step {highest:,} with a digest in the receipt"
     )
 
-    link, good = "", -1
+    link, good = "", first - 1
     began = time.monotonic()
-    digests = step_digests(opened, range(last + 1), 1)
+    digests = step_digests(opened, range(first, last + 1), 1)
     for step, [part] in tqdm(
-        digests, total=last + 1, unit="step", desc="recomputed", leave=False, disable=None
+        digests, total=last + 1 - first, unit="step", desc="recomputed", leave=False, disable=None
     ):
         digest = f"{part:016x}"
         link = next_link(link, digest)
-        if step + 1 == TIMED_STEPS:
+        if step + 1 - first == TIMED_STEPS:
             per_step_s = (time.monotonic() - began) / TIMED_STEPS
             rest_s = per_step_s * (last - step)
             if rest_s > 5:
@@ -500,7 +506,7 @@ def check_receipt(path: Path, args: argparse.Namespace, _: tqdm) -> Iterator[str
             )
         good = step
     yield (
-        f"  OK steps {', '.join(map(str, steps))}: trained on these rows, and so were all steps from 0 to {good:,} "
+        f"  OK steps {', '.join(map(str, steps))}: trained on these rows, and so were all steps from {first:,} to {good:,} "
         f"(chain of digests {link})"
     )
 

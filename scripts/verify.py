@@ -506,8 +506,8 @@ def check_receipt(path: Path, args: argparse.Namespace, _: tqdm) -> Iterator[str
             )
         good = step
     yield (
-        f"  OK steps {', '.join(map(str, steps))}: trained on these rows, and so were all steps from {first:,} to {good:,} "
-        f"(chain of digests {link})"
+        f"  OK steps {', '.join(map(str, steps))}: trained on these rows, and so were all steps from "
+        f"{first:,} to {good:,} (chain of digests {link})"
     )
 
 

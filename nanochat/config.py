@@ -753,7 +753,7 @@ def setting_tables(
             tables["default"].append((name, json.dumps(value)))
         elif name in typed:
             tables["set"].append((name, json.dumps(value), json.dumps(default)))
-        elif name in current(config) and name != "derived":
+        elif name in current(config) and name not in ("derived", "fork"):
             tables["worked out"].append((name, json.dumps(value)))
     for name, value in config["derived"].items():
         if name not in typed:

@@ -102,8 +102,7 @@ def history_of(run: RunReader) -> list[Stretch]:
         stretches.append(Stretch(path, reader, fork.step, fork.changes))
         parent_dir = reader.parent_dir
         if parent_dir is None:
-            gone = path.parent / (fork.run or fork.checksum)
-            stretches.append(Stretch(gone, None, 0, {}))
+            stretches.append(Stretch(path.parent / fork.run, None, 0, {}))
         reader = RunReader(parent_dir) if parent_dir else None
     return stretches[::-1]
 

@@ -36,6 +36,7 @@ from nanochat.run_dir import (
     RowLosses,
     checkpoint_folders,
     cursor_files,
+    find_run_at,
     is_run_dir,
     is_step,
     iter_log,
@@ -64,7 +65,7 @@ EVENTS: dict[str, dict[str, object]] = {
 ENDS = ("completed", "stopped", "halted", "failed")  # events that end a launch
 EVALUATION = {"step": int, "train_bpb": dict, "samples": dict}
 FORK = {
-    "run": str | None,
+    "run": str,
     "checkpoint": str,
     "step": int,
     "tokens": int,
@@ -96,8 +97,8 @@ class Launch:
 class Fork(NamedTuple):
     """Where a run branched off from its parent."""
 
-    run: str | None  # the parent; None if the checkpoint was outside a run directory
-    checkpoint: str  # the parent's
+    run: str  # the parent
+    checkpoint: str
     step: int
     tokens: int  # number of tokens trained on by that step
     checksum: str  # of the checkpoint's seal
@@ -106,8 +107,6 @@ class Fork(NamedTuple):
     @property
     def place(self) -> str:
         """The parent and the step, such as mine@1,000."""
-        if self.run is None:
-            return f"a checkpoint outside a run ({self.checkpoint})"
         return f"{self.run}@{self.step:,}"
 
 
@@ -152,13 +151,14 @@ class RunReader:
     def parent_dir(self) -> Path | None:
         """The directory of the run's parent, None if the run is not a fork or its parent no longer
         exists."""
-        if self.fork is None or self.fork.run is None:
+        if self.fork is None:
             return None
-        named, _, _ = str(self.config.get("fork_from")).rpartition("@")
         beside = self.run_dir.parent / self.fork.run
-        for path in (beside, Path(named).expanduser()):
-            if path.name == self.fork.run and is_run_dir(path):
-                return path
+        if is_run_dir(beside):
+            return beside
+        with contextlib.suppress(OSError, ValueError):  # it no longer exists
+            named, _ = find_run_at(str(self.config.get("fork_from")))
+            return named if named.name == self.fork.run else None
         return None
 
     @property

@@ -113,8 +113,7 @@ def fork_sentences(run: RunReader) -> list[str]:
     fork = run.fork
     if fork is None:
         return []
-    is_gone = fork.run is not None and run.parent_dir is None
-    gone = ", which no longer exists" if is_gone else ""
+    gone = "" if run.parent_dir else ", which no longer exists"
     begin = f"{fork.place} (after {fork.tokens:,} tokens)"
     return [f"It is a fork of {begin}{gone}: {changes_text(fork.changes)}."]
 

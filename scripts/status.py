@@ -91,8 +91,7 @@ def fork_text(run: dict[str, Any], *, below_parent: bool = False) -> str | None:
         return None
     fork = Fork(**run["fork"])
     place = f"@{fork.step:,}" if below_parent else fork.place
-    is_gone = fork.run is not None and run["parent"] is None
-    note = " (no longer exists)" if is_gone else ""
+    note = "" if run["parent"] else " (no longer exists)"
     return f"{place}{note}: {changes_text(fork.changes)}"
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 
 def as_fork(
-    run_dir: Path, parent: str | None, step: int, *, tokens: int = 0, **changes: list[Any]
+    run_dir: Path, parent: str, step: int, *, tokens: int = 0, **changes: list[Any]
 ) -> Path:
     """Make a run directory a fork. `changes`: [the parent's value, the fork's value] of settings."""
     path = run_dir / "config.json"

@@ -268,7 +268,6 @@ def test_forks_are_below_their_parent_with_their_step_and_changes(base, capsys):
     long = {"phases": [{"mix": {"web": 1}}] * 9}
     fake_fork(base, "d", "z", 10, curriculum=[None, long])
     fake_fork(base, "e", "gone", 5)
-    fake_fork(base, "f", None, 5)
 
     def lines(*args):
         assert status.main([*args]) == 0
@@ -279,11 +278,9 @@ def test_forks_are_below_their_parent_with_their_step_and_changes(base, capsys):
     of_b = "@20: matrix_lr 0.02 -> 0.01, max_grad_norm null -> 1.0"
     of_d = f"@10: curriculum null -> {json.dumps(long)[:47]}..."
     of_e = "gone@5 (no longer exists): nothing changed"
-    of_f = "a checkpoint outside a run (checkpoint-5): nothing changed"
     assert lines() == [
         ("a", "-"),
         ("e", of_e),
-        ("f", of_f),
         ("z", "-"),
         ("  b", of_b),
         ("    c", "@1,030: nothing changed"),

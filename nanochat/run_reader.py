@@ -467,7 +467,7 @@ class RunReader:
         for it.
         """
         why = f"{self.run_dir / STATE_NAME} is missing, so the run's status is unknown; see {self.log_path}"
-        status = {
+        status: dict[str, Any] = {
             "run": str(self.run_dir),
             "fork": None,
             "parent": None,
@@ -537,7 +537,7 @@ def tree_of(parents: Mapping[str, str | None]) -> dict[str, int]:
     """{run: depth} of a tree of forks: below each run its forks, in the order of `parents`, which
     holds {run: its parent}. A run whose parent is not in `parents` has depth 0."""
     forks: dict[str, list[str]] = {run: [] for run in parents}
-    roots = []
+    roots: list[str] = []
     for run, parent in parents.items():
         siblings = roots if parent is None else forks.get(parent, roots)
         siblings.append(run)

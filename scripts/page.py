@@ -584,10 +584,10 @@ def make_page(runs: Sequence[Run], *, refresh: bool = False) -> str:
 
 def by_parent(folders: Sequence[Path]) -> list[Path]:
     """The folders of runs, with forks after their parents."""
-    parents = {}
+    parents: dict[str, str | None] = {}
     for path in folders:
         parent = RunReader(path).parent_dir
-        parents[str(path)] = parent and str(parent)
+        parents[str(path)] = str(parent) if parent else None
     return [Path(path) for path in tree_of(parents)]
 
 

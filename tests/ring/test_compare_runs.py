@@ -6,6 +6,7 @@ import json
 import math
 import re
 import shutil
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -278,6 +279,28 @@ def test_the_first_difference_is_compared_with_the_one_that_the_changes_must_mak
     *_, verdict = parting("a", "b")
     assert verdict.startswith(expected)
     assert parting("b", "a")[3] == verdict, "the order of the arguments matters"
+
+
+@pytest.mark.parametrize(
+    ("changed", "expected"),
+    [
+        ({}, "as expected: they do the same, and no digest, loss or weight differs"),
+        ({"matrix_lr": 0.05}, "as expected: the loss of step 5 is the first difference: matrix_lr"),
+        ({"num_iterations": 16}, "as expected: the loss of step 5 is the first difference: num_"),
+        ({"long_docs": "split"}, "as expected: the digest of step 4 is the first difference: long"),
+        ({"skip_steps": 1}, "as expected: the digest of step 4 is the first difference: skip_ste"),
+        ({"total_batch_size": 1024}, "as expected: the digest of step 4 is the first difference: "),
+        ({"z_loss": 0.1}, "as expected: the gradient norm of step 4 is the first difference: z_l"),
+        ({"attention_mode": "sdpa_mask"}, "as expected: the loss of step 4 is the first differe"),
+    ],
+    ids=str,
+)
+def test_a_fork_that_has_trained_parts_from_its_parent_where_it_must(base, changed, expected):
+    tag = "_".join(changed) or "same"
+    words = {"fork_from": "a@4", "model_tag": tag, **changed}
+    with mock.patch.object(training, "flags", lambda **named: training.as_flags(named)):
+        training.succeed(**words)
+    assert parting("a", tag)[3].startswith(expected)
 
 
 def test_another_horizon_acts_at_the_first_step_with_other_rates(family):

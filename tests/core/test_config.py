@@ -137,6 +137,10 @@ def test_help_shows_each_flag_with_its_default():
             ([f"--profile-steps={value}"], f"--profile-steps: got '{value}', expected A")
             for value in ("7", "9:9", "-1:x")
         ),
+        *(
+            ([f"--save-at={value}"], f"--save-at: got '{value}', expected log, or steps separated")
+            for value in ("", "1,,2", "-1", "1.5", "1, 2", "logs", "log,5", "9" * 13)
+        ),
         (["--order=megatron"], "--data-format is text"),
         (
             ["--order=megatron", "--data-format=megatron", "--long-docs=split"],

@@ -9,6 +9,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import sys
 import time
 import types
@@ -574,6 +575,46 @@ def test_retention_does_not_count_corrupt_checkpoints():
     output = succeed(save_every=4, num_iterations=5, keep_last_k=2)
     assert checkpoints() == ["checkpoint-2", "checkpoint-3", "checkpoint-4", "final"]
     assert "checkpoint-3 is kept, but does not count as a good checkpoint: " in output.err
+
+
+def saved_at() -> list[int]:
+    return [int(event["checkpoint"].split("-")[1]) for event in events("saved")[:-1]]
+
+
+@pytest.mark.parametrize(
+    ("steps", "kept"), [("0,3,5,100", [0, 3, 5]), ("log", [0, 1, 2, 4, 8]), ("4", [4])]
+)
+def test_the_checkpoints_of_save_at_are_kept_forever(steps, kept):
+    succeed(num_iterations=10, save_every=3, keep_last_k=1, save_at=steps)
+    numbered = sorted({*kept, 9})
+    assert checkpoints() == [*(f"checkpoint-{step}" for step in numbered), "final"]
+
+
+def test_save_at_adds_to_the_saves_of_save_every():
+    succeed(num_iterations=6, save_every=2, save_at="0,3,4")
+    assert saved_at() == [0, 2, 3, 4]
+
+
+def test_a_save_at_step_0_holds_the_new_model_and_nothing_is_saved_again_on_a_resume():
+    start(hook=partial(die_after_step, 0), save_at="0,1", sync_save=True, **SHORT).wait_for_death()
+    assert checkpoints() == ["checkpoint-0"]
+    succeed(save_at="0,1", **SHORT)
+    assert saved_at() == [0, 1]
+    succeed(model_tag="twin", **SHORT)
+    assert digests() == digests("twin") and losses() == losses("twin")
+
+
+def test_a_stop_at_a_step_of_save_at_leaves_a_checkpoint_that_is_kept():
+    hook = partial(training.after_step, 0, partial(training.send, signal.SIGTERM))
+    assert start(hook=hook, save_at="2", **SHORT).wait() == [0]
+    assert checkpoints() == ["checkpoint-2-shutdown"]
+    succeed(save_at="2", **{**SHORT, "save_every": 1, "keep_last_k": 1})
+    assert checkpoints() == ["checkpoint-2-shutdown", "checkpoint-3", "final"]
+
+
+def test_without_save_at_step_0_is_not_saved():
+    succeed(**{**SHORT, "save_every": 1})
+    assert saved_at() == [1, 2, 3]
 
 
 def test_all_ranks_save_when_a_save_is_due_on_one():

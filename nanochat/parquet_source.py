@@ -15,13 +15,12 @@ import functools
 import threading
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
-from nanochat.common import counted, etag_of, hash_bytes
+from nanochat.common import AnyPath, counted, etag_of, hash_bytes
 from nanochat.prepare import FILE, LINE
 from nanochat.rows import Document
 from nanochat.sources import Manifest, Place, Source
@@ -78,7 +77,7 @@ class ParquetSource(Source):
         self._origins = functools.lru_cache(64)(self._read_origins)
 
     @staticmethod
-    def scan_file(path: Path, name: str, text_field: str) -> dict[str, Any]:
+    def scan_file(path: AnyPath, name: str, text_field: str) -> dict[str, Any]:
         """See `Source.scan_file`. "nulls": their number, if there are any; None if the footer does
         not say it."""
         footer = read_footer(path, text_field)
@@ -98,11 +97,11 @@ class ParquetSource(Source):
         return entry
 
     @staticmethod
-    def is_empty(path: Path) -> bool:
+    def is_empty(path: AnyPath) -> bool:
         return is_empty_text(path)
 
     @staticmethod
-    def check_scanned(files: Sequence[Path], text_field: str) -> None:
+    def check_scanned(files: Sequence[AnyPath], text_field: str) -> None:
         """See `Source.check_scanned`: an error if all documents are empty."""
         if all(is_blank(file, text_field) for file in files):
             raise ValueError(

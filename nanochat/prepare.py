@@ -49,16 +49,16 @@ from tqdm import tqdm
 from nanochat.cli import Parser, run_main
 from nanochat.common import (
     WRITABLE_BASE,
+    AnyPath,
+    Remote,
     atomic_open,
     check_shape,
     counted,
     each,
-    etag_of,
     few,
     fsync_dir,
     hash_file,
     hash_json,
-    is_remote,
     local_copy,
     read_json,
     remove_leftovers,
@@ -106,7 +106,7 @@ Records = dict[str, Record]  # by the name of the parquet file, relative to its 
 class TextFile(NamedTuple):
     """A file of the user that is to be prepared. `name`: relative to the data path."""
 
-    path: Path
+    path: AnyPath
     name: str
     split: str  # train or val
     selection: Selection
@@ -114,8 +114,8 @@ class TextFile(NamedTuple):
     def version(self) -> list[str | int]:
         """What changes when the file does, without reading it. OSError if it does not exist."""
         stat = self.path.stat()
-        if is_remote(self.path):
-            return [str(self.path), stat.st_size, etag_of(self.path)["etag"]]
+        if isinstance(self.path, Remote):
+            return [str(self.path), stat.st_size, self.path.etag()]
         return [str(self.path.resolve()), stat.st_size, stat.st_mtime_ns]
 
     def key(self) -> str:
@@ -354,7 +354,7 @@ def _report(
     folder: Path, records: Records, targets: dict[str, TextFile], *, was_ready: bool
 ) -> None:
     """Log where the prepared files are, and warn about what was skipped in them."""
-    with_nulls: dict[Path, int] = {}
+    with_nulls: dict[AnyPath, int] = {}
     made = [records[name] for name in targets]
     for record, file in zip(made, targets.values()):
         skipped = record.skipped

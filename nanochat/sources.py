@@ -35,6 +35,7 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 
 from nanochat.common import (
+    AnyPath,
     as_path,
     check_shape,
     counted,
@@ -146,20 +147,20 @@ class Source:
         return without
 
     @staticmethod
-    def scan_file(path: Path, name: str, text_field: str) -> dict[str, Any]:
+    def scan_file(path: AnyPath, name: str, text_field: str) -> dict[str, Any]:
         """A file's entry in a manifest: {"name", "size", "footer": a hash, "groups": number of
         documents in each, "tokens": an estimate, needed unless the size gives one}. `text_field`:
         the column of text. ValueError or FileNotFoundError if the file cannot be read."""
         raise NotImplementedError
 
     @staticmethod
-    def is_empty(path: Path) -> bool:
+    def is_empty(path: AnyPath) -> bool:
         """Whether a file holds no document, so that it is skipped. ValueError or OSError if it
         cannot be read."""
         return False
 
     @staticmethod
-    def check_scanned(files: Sequence[Path], text_field: str) -> None:
+    def check_scanned(files: Sequence[AnyPath], text_field: str) -> None:
         """ValueError if nothing in the files of a bucket, which are all scanned, can be trained
         on."""
 
@@ -255,7 +256,7 @@ def open_data(
 
 
 def scan(
-    root: Path | str, files: Sequence[Path] | None = None, *, selection: Selection = ALL
+    root: AnyPath | str, files: Sequence[AnyPath] | None = None, *, selection: Selection = ALL
 ) -> Manifest:
     """`scan_files` of some files (default: all) that a path names."""
     data = data_at(root)
@@ -263,7 +264,7 @@ def scan(
     return scan_files(data.folder, files, selection)
 
 
-def scan_files(folder: Path, files: Sequence[Path], selection: Selection = ALL) -> Manifest:
+def scan_files(folder: AnyPath, files: Sequence[AnyPath], selection: Selection = ALL) -> Manifest:
     """The manifest of one bucket: some files below `folder`. Text is prepared first, if necessary.
     ValueError or FileNotFoundError for the first file that cannot be read."""
     split = selection.part or "train"
@@ -271,8 +272,8 @@ def scan_files(folder: Path, files: Sequence[Path], selection: Selection = ALL) 
 
 
 def scan_all(
-    folders: Mapping[str, Path],
-    files: Mapping[str, Mapping[str, Sequence[Path]]],
+    folders: Mapping[str, AnyPath],
+    files: Mapping[str, Mapping[str, Sequence[AnyPath]]],
     selection: Selection = ALL,
 ) -> Manifests:
     """The manifests of {split: {bucket: files}} below the `folders` of the splits; see `scan_files`."""
@@ -295,11 +296,11 @@ def scan_all(
     return manifests
 
 
-def _begin_manifest(folder: Path, files: Sequence[Path], selection: Selection) -> Manifest:
+def _begin_manifest(folder: AnyPath, files: Sequence[AnyPath], selection: Selection) -> Manifest:
     """A manifest that lacks the pins of the files that are to be prepared; see `prepared`."""
     field = selection.text_field
 
-    def begin(path: Path) -> dict[str, Any]:
+    def begin(path: AnyPath) -> dict[str, Any]:
         name = path.relative_to(folder).as_posix()
         kind = text_suffix(name)
         unprepared = {"name": name, "parquet": ""}
@@ -315,14 +316,14 @@ def _begin_manifest(folder: Path, files: Sequence[Path], selection: Selection) -
     return {"root": str(folder.resolve()), "files": entries, **selection.named()}
 
 
-def pin(path: Path, name: str, text_field: str) -> dict[str, Any]:
+def pin(path: AnyPath, name: str, text_field: str) -> dict[str, Any]:
     """A file's entry in a manifest. `path` may be the parquet file that was prepared from it."""
     entry = reader_class(name).scan_file(path, name, text_field)
     entry.pop("nulls", None)
     return entry
 
 
-def place_of(manifest: Manifest, entry: Mapping[str, Any]) -> Path:
+def place_of(manifest: Manifest, entry: Mapping[str, Any]) -> AnyPath:
     """The file that is read for an entry of a manifest."""
     return as_path(entry.get("parquet") or as_path(manifest["root"]) / entry["name"])
 
@@ -396,7 +397,7 @@ def _check_without(manifest: Manifest, where: str, remedy: str) -> None:
             raise ValueError(f"{where}: `without` lists a document that does not exist; {remedy}")
 
 
-def leave_out(buckets: Mapping[str, Manifest], list_path: Path | str) -> dict[str, Manifest]:
+def leave_out(buckets: Mapping[str, Manifest], list_path: AnyPath | str) -> dict[str, Manifest]:
     """Turn off the targets of the documents that a text file lists: the training manifests get
     "without": {file: numbers of documents}, where None means all of them. Blank lines and lines
     that begin with # are skipped. ValueError names a line without a valid document."""
@@ -406,7 +407,8 @@ def leave_out(buckets: Mapping[str, Manifest], list_path: Path | str) -> dict[st
             counts[bucket, entry["name"]] = sum(entry["groups"])
 
     listed: dict[tuple[str, str], set[int] | None] = {}
-    for number, line in enumerate(as_path(list_path).read_text().splitlines(), start=1):
+    lines = local_copy(as_path(list_path)).read_text().splitlines()
+    for number, line in enumerate(lines, start=1):
         line = line.strip()
         if not line or line.startswith("#"):
             continue
@@ -449,8 +451,8 @@ def fingerprint(manifest: Manifest) -> str:
 
 def check_files(
     manifests: Mapping[str, Mapping[str, Manifest]],
-    folder: Path | None = None,
-    val_folder: Path | None = None,
+    folder: AnyPath | None = None,
+    val_folder: AnyPath | None = None,
     *,
     strict: bool = False,
 ) -> Manifests:
@@ -471,7 +473,7 @@ def check_files(
     return found
 
 
-def check(manifest: Manifest, folder: Path | None = None, *, strict: bool = False) -> Manifest:
+def check(manifest: Manifest, folder: AnyPath | None = None, *, strict: bool = False) -> Manifest:
     """`check_files` for one bucket."""
     split = manifest.get("part", "train")
     found = check_files({split: {BUCKET: manifest}}, folder, folder, strict=strict)
@@ -504,7 +506,7 @@ def warn_of_arrivals(manifests: Manifests, data: DataPath, data_format: str, beg
         )
 
 
-def check_own_file(path: Path, entry: Mapping[str, Any]) -> None:
+def check_own_file(path: AnyPath, entry: Mapping[str, Any]) -> None:
     """ValueError if the user's own file, from which a file was prepared, has changed; OSError if it
     is gone. Reads it, but prepares nothing."""
     _check_same(path, "size", entry["size"], path.stat().st_size)
@@ -512,7 +514,7 @@ def check_own_file(path: Path, entry: Mapping[str, Any]) -> None:
         _check_same(path, "hash", entry["footer"], hash_file(local_copy(path)))
 
 
-def _find_again(manifest: Manifest, folder: Path | None) -> Manifest:
+def _find_again(manifest: Manifest, folder: AnyPath | None) -> Manifest:
     """The manifest below another folder, if given. FileNotFoundError names a file that does not
     exist; ValueError one that is to be prepared, and has another size."""
     root = folder or as_path(manifest["root"])
@@ -537,7 +539,7 @@ def _find_again(manifest: Manifest, folder: Path | None) -> Manifest:
     return {**manifest, "root": new_root}
 
 
-def _check_same(path: Path, what: str, then: object, now: object) -> None:
+def _check_same(path: AnyPath, what: str, then: object, now: object) -> None:
     """ValueError if a pin of a file has changed."""
     if then != now:
         raise ValueError(

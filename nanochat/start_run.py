@@ -30,6 +30,7 @@ import contextlib
 import dataclasses
 import logging
 import math
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -208,7 +209,7 @@ def command(settings: Settings, world_size: int, device_type: str) -> tuple[Sett
     """(settings, tokenizer): the settings of a command line, completed with those that follow from
     this machine. ValueError and FileNotFoundError for settings that cannot work here."""
     begin_launch()
-    data_path = str(as_path(settings.data_path or default_data_path()).expanduser())
+    data_path = os.path.expanduser(as_path(settings.data_path or default_data_path()))
     tokenizer = find_tokenizer(settings, data_path)
     if settings.data_format == "text" or settings.core_metric_every > 0:
         tokenizer.encode("")  # an error now, not hours later, if the tokenizer knows only ids

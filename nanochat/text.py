@@ -27,15 +27,15 @@ import math
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
-from pathlib import Path
-from typing import Any, NamedTuple
+from pathlib import Path, PurePath
+from typing import Any, BinaryIO, NamedTuple
 
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from nanochat.cli import Decides, setting
-from nanochat.common import as_path, counted, get_base_dir, is_remote, parse_json
+from nanochat.common import AnyPath, Remote, as_path, counted, get_base_dir, parse_json
 
 log = logging.getLogger(__name__)
 
@@ -197,21 +197,21 @@ def prepared_dir() -> Path:
     return get_base_dir() / "prepared"
 
 
-def is_below_prepared(path: Path | str) -> bool:
+def is_below_prepared(path: AnyPath | str) -> bool:
     """Whether nanochat/prepare.py makes a file again if it is deleted."""
-    return not is_remote(path) and Path(path).is_relative_to(prepared_dir())
+    return PurePath(path).is_relative_to(prepared_dir())
 
 
 @contextlib.contextmanager
-def named_in_errors(path: Path | str, problem: str) -> Iterator[None]:
-    """Turn Arrow's error about a damaged file into a ValueError that names the file. Errors from
-    object storage are not changed: they name the object, and the file is not at fault."""
+def named_in_errors(path: AnyPath | str, problem: str) -> Iterator[None]:
+    """Turn Arrow's error about a damaged file into a ValueError that names the file. An error that
+    begins with the path is not changed: it is from object storage, and the file is not at fault."""
     try:
         yield
     # MemoryError and UnicodeDecodeError: a corrupt size, or name; the last two: Python's reader of
     # .gz
     except (pa.ArrowException, OSError, MemoryError, UnicodeDecodeError, EOFError, zlib.error) as e:
-        if is_remote(path) and str(e).startswith(str(path)):
+        if str(e).startswith(str(path)):
             raise
         if "requires too much memory" in str(e):
             raise ValueError(
@@ -227,7 +227,12 @@ def named_in_errors(path: Path | str, problem: str) -> Iterator[None]:
         raise ValueError(f"{path}: {problem} ({e}); {remedy}") from e
 
 
-def open_parquet(path: Path | str, field: str = TEXT_FIELD) -> pq.ParquetFile:
+def for_arrow(path: AnyPath) -> Path | BinaryIO:
+    """A file as Arrow reads it: a local file by its name, because then no read holds Python's lock."""
+    return path.open("rb") if isinstance(path, Remote) else path
+
+
+def open_parquet(path: AnyPath | str, field: str = TEXT_FIELD) -> pq.ParquetFile:
     """Open a parquet file and check that it has rows and a string column `field`; otherwise
     ValueError or FileNotFoundError names the file. The caller closes it."""
     path = as_path(path)
@@ -239,11 +244,7 @@ def open_parquet(path: Path | str, field: str = TEXT_FIELD) -> pq.ParquetFile:
     with named_in_errors(path, "truncated or not a parquet file"):
         # pre_buffer would hold the pages of a whole row group in memory, although a reader needs
         # one batch at a time
-        file = pq.ParquetFile(
-            path.open("rb") if is_remote(path) else path,
-            pre_buffer=False,
-            page_checksum_verification=True,
-        )
+        file = pq.ParquetFile(for_arrow(path), pre_buffer=False, page_checksum_verification=True)
     problem = misfit(file.schema_arrow, field)
     if not problem and not file.metadata.num_rows:
         problem = "the parquet file is empty (0 rows); delete it"
@@ -275,7 +276,7 @@ def misfit(schema: pa.Schema, field: str) -> str:
 
 def checked(
     column: pa.Array,
-    path: Path | str,
+    path: AnyPath | str,
     field: str,
     group: int,
     skipped: dict[str, Any] | None = None,
@@ -317,7 +318,7 @@ class Footer(NamedTuple):
     origin: Origin | None
 
 
-def read_footer(path: Path, field: str = TEXT_FIELD) -> Footer:
+def read_footer(path: AnyPath, field: str = TEXT_FIELD) -> Footer:
     """The footer of a parquet file of text. Files prepared by nanochat record the number of bytes,
     and what they were made from, in their metadata. Raises the errors of `open_parquet`."""
     with open_parquet(path, field) as file:
@@ -358,7 +359,7 @@ def text_tokens(text_bytes: int, documents: int) -> int:
     return text_bytes // 4 + documents
 
 
-def is_blank(path: Path, field: str = TEXT_FIELD) -> bool:
+def is_blank(path: AnyPath, field: str = TEXT_FIELD) -> bool:
     """Whether all documents of a parquet file are empty, by the sizes and statistics in its footer.
     If these do not tell, the texts are read up to the first one that is not empty."""
     with open_parquet(path, field) as file:
@@ -383,7 +384,7 @@ def is_blank(path: Path, field: str = TEXT_FIELD) -> bool:
 def read_batches(
     file: pq.ParquetFile,
     group: int,
-    path: Path | str,
+    path: AnyPath | str,
     *,
     batch_size: int = 256,
     field: str = TEXT_FIELD,

@@ -33,6 +33,8 @@ from tqdm import tqdm
 
 from nanochat.cli import Decides, Parser, run_main, setup_logging
 from nanochat.common import (
+    AnyPath,
+    Remote,
     as_path,
     begin_launch,
     check_shape,
@@ -42,7 +44,6 @@ from nanochat.common import (
     hash_bytes,
     hash_file,
     hash_json,
-    is_remote,
     read_json,
     write_json,
 )
@@ -87,7 +88,7 @@ class FileLine(NamedTuple):
     size: str
     name: str
 
-    def differs(self, path: Path, now: "FileLine") -> str:
+    def differs(self, path: AnyPath, now: "FileLine") -> str:
         """A sentence that says how this file differs from the one at `path` now; empty if they are
         equal."""
         if self.size != now.size:
@@ -102,11 +103,11 @@ class FileLine(NamedTuple):
 # ---- making one ---------------------------------------------------------------------------------
 
 
-def describe_file(root: Path, entry: Mapping[str, Any]) -> FileLine:
+def describe_file(root: AnyPath, entry: Mapping[str, Any]) -> FileLine:
     """The line of a file below `root`, given its entry in a manifest."""
     path = root / entry["name"]
     pinned = hash_json([entry["size"], entry["footer"], entry["groups"], entry.get("tokens")])
-    if is_remote(path):
+    if isinstance(path, Remote):
         content = "-"
     elif path.suffix == ".bin":
         content = hash_bytes(
@@ -228,7 +229,7 @@ def read_receipt(path: Path) -> dict[str, Any]:
     return receipt
 
 
-def lines_of(bucket: Mapping[str, Any], path: Path) -> list[FileLine]:
+def lines_of(bucket: Mapping[str, Any], path: AnyPath) -> list[FileLine]:
     """The files of a bucket of a receipt. ValueError if the list is corrupt, or a name points
     outside the data path."""
     try:
@@ -243,7 +244,7 @@ def lines_of(bucket: Mapping[str, Any], path: Path) -> list[FileLine]:
     return files
 
 
-def check_size(file: FileLine, root: Path) -> None:
+def check_size(file: FileLine, root: AnyPath) -> None:
     """ValueError or FileNotFoundError if a file of a receipt is missing below `root`, or has
     another size. Fast, so it comes before text is prepared."""
     path = root / file.name
@@ -261,7 +262,7 @@ def check_size(file: FileLine, root: Path) -> None:
         )
 
 
-def compare_file(pair: tuple[FileLine, Mapping[str, Any]], root: Path) -> FileLine:
+def compare_file(pair: tuple[FileLine, Mapping[str, Any]], root: AnyPath) -> FileLine:
     """The line of a file as it is now, from its line in a receipt and its entry in a manifest.
     ValueError if they differ."""
     file, entry = pair
@@ -281,7 +282,7 @@ def compare_file(pair: tuple[FileLine, Mapping[str, Any]], root: Path) -> FileLi
 
 
 def find_manifests(
-    path: Path, receipt: Mapping[str, Any], data_path: str, selection: Selection
+    path: AnyPath, receipt: Mapping[str, Any], data_path: str, selection: Selection
 ) -> dict[str, Manifest]:
     """The manifests of a receipt's files below a data path. ValueError or FileNotFoundError names
     the first file that is missing or differs."""

@@ -28,7 +28,7 @@ import pyarrow.parquet as pq
 from tqdm import tqdm
 
 from nanochat.cli import Parser, run_main, setup_logging, whole
-from nanochat.common import as_local_path, get_base_dir, is_remote
+from nanochat.common import AnyPath, as_local_path, get_base_dir
 from nanochat.files import BUCKET, DATASET_NAME, FORMATS, data_at, default_data_path
 from nanochat.splits import DataFile, describe_split, last_file_validates, split_train_val
 from nanochat.text import Selection, add_text_flags
@@ -100,7 +100,7 @@ def find_existing(
 
 
 def has_more(
-    folder: Path, files: list[dict[str, Any]], selection: Selection, max_chars: int
+    folder: AnyPath, files: list[dict[str, Any]], selection: Selection, max_chars: int
 ) -> bool:
     """Whether the files have more than `max_chars` characters. Reads no further than that."""
     remaining = max_chars
@@ -113,7 +113,7 @@ def has_more(
 
 
 def train(
-    folder: Path,
+    folder: AnyPath,
     files: list[dict[str, Any]],
     arguments: dict[str, Any],
     *,
@@ -170,12 +170,12 @@ def train(
     return tokenizer
 
 
-def count_documents(path: Path) -> int | None:
+def count_documents(path: AnyPath) -> int | None:
     """The number of documents in a local parquet file; None for other files, which have no cheap
     count."""
     return (
         pq.read_metadata(path).num_rows
-        if path.suffix == ".parquet" and not is_remote(path)
+        if path.suffix == ".parquet" and isinstance(path, Path)
         else None
     )
 

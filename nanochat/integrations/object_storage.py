@@ -2,7 +2,7 @@
 `common.as_path` imports this module at the first path like s3://bucket/folder; a program with only
 local files never loads it.
 
-    as_path("s3://b/set")      a RemotePath: pathlib's exists, is_file, is_dir, rglob, stat and open,
+    as_path("s3://b/set")      a RemotePath: what `nanochat.common.Remote` lists (exists, walk, stat, open, ...),
                                answered from one listing of the folder
     path.local_copy()          a local copy, for files that are memory-mapped or read whole: indices, manifests
     RemoteReader(path)         reads ranges of ids from a .bin
@@ -53,20 +53,22 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path, PosixPath, PurePosixPath
+from pathlib import Path, PurePosixPath
 from types import SimpleNamespace
-from typing import Any, TypeVar
+from typing import Any, BinaryIO, Literal, TypeVar
 
 import numpy as np
 
 from nanochat.common import (
     LAUNCH,
+    Remote,
     StopAsked,
     atomic_open,
     each,
     get_base_dir,
     hash_json,
     refuse_secrets,
+    url,
 )
 
 log = logging.getLogger(__name__)
@@ -163,12 +165,6 @@ class Garbled(OSError):
 
 
 # ---- names ---------------------------------------------------------------------------------------
-
-
-def url(path: str) -> str:
-    """One path, or several separated by commas, with the double slashes that a pathlib.Path
-    drops."""
-    return re.sub(r"(^|,)(s3|gs|az|msc):(/+|$)", r"\1\2://", path)
 
 
 def split(path: str) -> tuple[str, str, str]:
@@ -641,16 +637,6 @@ _objects: dict[str, Stat | None] = {}
 _listed: set[str] = set()  # folders whose objects are all in _objects
 
 
-def forget() -> None:
-    """Drop listings, cached parts and clients when a launch begins."""
-    with _lock:
-        _objects.clear()
-        _listed.clear()
-    kept_range.cache_clear()
-    open_bucket.cache_clear()
-    ANSWERED.clear()
-
-
 def open_path(path: str) -> "RemotePath":
     """The RemotePath for a string. ValueError if it may hold a secret or names no bucket."""
     if len(RemotePath(path).parts) > 1:
@@ -658,27 +644,16 @@ def open_path(path: str) -> "RemotePath":
     return RemotePath(path)
 
 
-class RemotePath(PosixPath):
-    """A read-only path in object storage: a file if it is an object, a folder if objects exist
-    below it. It is a pathlib.Path because 12 modules call exists, rglob or stat on data paths in
-    about 45 places; none of these needs a special case."""
+class RemotePath(Remote):
+    """A path in object storage."""
 
-    def __str__(self) -> str:
-        return url(super().__str__())
+    def is_dir(self) -> bool:
+        return next(self.walk(), None) is not None
 
-    __fspath__ = __str__
-
-    def is_dir(self, **_: Any) -> bool:
-        return next(self.rglob("*"), None) is not None
-
-    def is_file(self, **_: Any) -> bool:
+    def is_file(self) -> bool:
         return self._stat() is not None
 
-    def exists(self, **_: Any) -> bool:
-        return self.is_dir() or self.is_file()
-
-    def rglob(self, pattern: str, **_: Any) -> Iterator["RemotePath"]:  # type: ignore[override]
-        """The objects below this path whose names match."""
+    def walk(self) -> Iterator["RemotePath"]:
         name = str(self).rstrip("/")
         if len(self.parts) == 1:  # "s3:", whose buckets are not listed
             return iter(())
@@ -690,7 +665,7 @@ class RemotePath(PosixPath):
             below = [
                 path for path, stat in _objects.items() if stat and path.startswith(f"{name}/")
             ]
-        return (path for path in map(RemotePath, below) if path.match(pattern))
+        return map(RemotePath, below)
 
     def _stat(self) -> Stat | None:
         """The object's first state in this launch, None if it did not exist."""
@@ -708,23 +683,28 @@ class RemotePath(PosixPath):
             raise FileNotFoundError(f"{self}: no such object")
         return stat
 
-    def stat(self, **_: Any) -> os.stat_result:
+    def stat(self) -> os.stat_result:
         """The size, and the mode of a read-only file."""
         return os.stat_result((0o100444, 0, 0, 1, 0, 0, self.pinned().size, 0, 0, 0))
 
-    def open(self, mode: str = "r", buffering: int = -1, *_: Any, **__: Any) -> Any:
-        """The object as a binary file that requests at least `buffering` bytes at once."""
-        assert mode == "rb", "objects are only read, as bytes"
+    def etag(self) -> str:
+        return self.pinned().etag
+
+    def open(self, mode: Literal["rb"], buffering: int = -1) -> BinaryIO:
         return io.BufferedReader(RemoteFile(self.pinned()), max(buffering, io.DEFAULT_BUFFER_SIZE))
 
-    def resolve(self, strict: bool = False) -> "RemotePath":
-        return self
-
-    absolute = expanduser = resolve
-
     def open_reader(self, dtype: np.dtype) -> RemoteReader:
-        """A reader of the object's elements."""
         return RemoteReader(self, dtype)
+
+    @staticmethod
+    def forget() -> None:
+        """Drop listings, cached parts and clients."""
+        with _lock:
+            _objects.clear()
+            _listed.clear()
+        kept_range.cache_clear()
+        open_bucket.cache_clear()
+        ANSWERED.clear()
 
     def local_copy(self) -> Path:
         """A local copy in CACHE/BUCKET/FOLDER. Its name begins with a hash of size and ETag, so

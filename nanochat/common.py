@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from pathlib import Path, PurePath, PurePosixPath
-from typing import Any, BinaryIO, Literal, NamedTuple, TypeVar
+from typing import Any, BinaryIO, Literal, NamedTuple, TypedDict, TypeVar
 
 import numpy as np
 
@@ -249,7 +249,13 @@ def make_local_copies(paths: Iterable[AnyPath]) -> None:
         pass
 
 
-def etag_of(path: AnyPath) -> dict[str, str]:
+class Etag(TypedDict, total=False):
+    """The ETag of an object, as records of files store it."""
+
+    etag: str
+
+
+def etag_of(path: AnyPath) -> Etag:
     """{"etag": ...} for an object, {} for a file. A changed object is recognized by its ETag, size
     or footer."""
     return {"etag": path.etag()} if isinstance(path, Remote) else {}

@@ -38,7 +38,8 @@ from nanochat.files import (
     list_files,
     list_parquet_files,
 )
-from nanochat.sources import Manifest, Manifests, reader_class, scan_all
+from nanochat.pins import Manifest, Manifests
+from nanochat.sources import reader_class, scan_all
 from nanochat.text import ALL, Selection, text_suffix
 
 log = logging.getLogger(__name__)

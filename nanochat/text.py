@@ -28,7 +28,7 @@ import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path, PurePath
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple, TypedDict, cast
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -110,6 +110,15 @@ class Numbered(NamedTuple):
     text: str
 
 
+class Selected(TypedDict, total=False):
+    """The values of a `Selection` that are not defaults."""
+
+    text_field: str
+    min_chars: int
+    val_fraction: float
+    part: str
+
+
 @dataclass(frozen=True)
 class Selection(TextSettings):
     """Which documents of text files are read, and from which field. ValueError for impossible
@@ -134,19 +143,20 @@ class Selection(TextSettings):
         """The selection of the documents of a split, "train" or "val"."""
         return replace(self, part=split) if self.val_fraction else self
 
-    def named(self) -> dict[str, Any]:
+    def named(self) -> Selected:
         """The values that are not defaults, as manifests store them. `strict` is not stored,
         because it selects nothing."""
-        return {
-            f.name: getattr(self, f.name)
-            for f in fields(self)
-            if f.name != "strict" and getattr(self, f.name) != f.default
-        }
+        values: dict[str, Any] = {}
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if f.name != "strict" and value != f.default:
+                values[f.name] = value
+        return cast("Selected", values)
 
     def hashed(self) -> list[Any]:
         """The values of `named` for fingerprints: empty if all are defaults."""
         rest = self.named()
-        field = rest.pop("text_field", None)
+        field = rest.pop("text_field", "")
         return [*([field] if field else []), *([rest] if rest else [])]
 
     @property

@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from nanochat.common import AnyPath, hash_json
+from nanochat.pins import Manifest, Pin
 from nanochat.rows import Document
-from nanochat.sources import Manifest, Source
+from nanochat.sources import Source
 from nanochat.tokenizer import Tokenizer
 from nanochat.tokens import GROUP_ENTRIES, TokenFile, open_tokens
 
@@ -68,7 +69,7 @@ class TokenSource(Source):
             )
 
     @staticmethod
-    def scan_file(path: AnyPath, name: str, text_field: str) -> dict[str, Any]:
+    def scan_file(path: AnyPath, name: str, text_field: str) -> Pin:
         return open_tokens(path).pin(name)
 
     @staticmethod

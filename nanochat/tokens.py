@@ -55,12 +55,12 @@ from nanochat.common import (
     Remote,
     as_path,
     check_shape,
-    etag_of,
     hash_bytes,
     local_copy,
     read_json,
 )
 from nanochat.files import MAGICS
+from nanochat.pins import Pin
 from nanochat.text import text_tokens
 
 log = logging.getLogger(__name__)
@@ -493,13 +493,12 @@ class TokenFile:
                 f"numbers that add up to {len(self):,}; {REDO}"
             )
 
-    def pin(self, name: str) -> dict[str, Any]:
+    def pin(self, name: str) -> Pin:
         """What a run stores to pin the pair.
 
-        {"name", "size" of the .bin, "footer", "groups", "tokens", and "blocks", or for a remote
-        pair the "etag" of the .bin}. `footer` hashes size, header and both ends of the .idx,
-        `blocks` a few blocks of the .bin. ValueError if the pair differs from its record in
-        manifest.json.
+        "size" is that of the .bin. "footer" hashes size, header and both ends of the .idx, and
+        "blocks" a few blocks of the .bin; a remote pair has the "etag" of the .bin instead.
+        ValueError if the pair differs from its record in manifest.json.
         """
         record = self.record or {}
         groups = record_groups(self.record, len(self))
@@ -514,28 +513,28 @@ class TokenFile:
         parts = self._index.read_many([header, beginning, end])
         footer = hash_bytes(stop.to_bytes(8, "little"), *(part.tobytes() for part in parts))
 
-        # the ids: a few blocks, spread evenly over the .bin
-        if isinstance(self.path, Remote):
-            contents = etag_of(self.path)
-        else:
-            size = BLOCK_BYTES // self.dtype.itemsize
-            begins = np.linspace(0, max(0, self.num_tokens - size), BLOCKS).astype(int).tolist()
-            ranges = [(begin, min(begin + size, self.num_tokens)) for begin in begins]
-            blocks = self.reader.read_many(ranges)
-            contents = {"blocks": hash_bytes(*(block.tobytes() for block in blocks))}
-
         # the estimate used for text, so that text and its token files give equal rows
         tokens = self.num_tokens
         if "text_bytes" in record:
             tokens = text_tokens(record["text_bytes"], len(self))
-        return {
+        pin: Pin = {
             "name": name,
             "size": self.num_bytes,
             "footer": footer,
             "groups": groups,
             "tokens": tokens,
-            **contents,
         }
+
+        # the ids: a few blocks, spread evenly over the .bin
+        if isinstance(self.path, Remote):
+            pin["etag"] = self.path.etag()
+        else:
+            size = BLOCK_BYTES // self.dtype.itemsize
+            begins = np.linspace(0, max(0, self.num_tokens - size), BLOCKS).astype(int).tolist()
+            ranges = [(begin, min(begin + size, self.num_tokens)) for begin in begins]
+            blocks = self.reader.read_many(ranges)
+            pin["blocks"] = hash_bytes(*(block.tobytes() for block in blocks))
+        return pin
 
 
 def open_tokens(path: AnyPath | str, *, vocab_size: int | None = None) -> TokenFile:

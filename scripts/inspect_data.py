@@ -44,11 +44,12 @@ from nanochat.config import Settings, add_flags, flag, from_flags
 from nanochat.dataloader import StepLayout
 from nanochat.find import DocumentPlace, History, Pass, documents_with, find_document, sample_passes
 from nanochat.order import StreamConfig
+from nanochat.pins import is_prepared
 from nanochat.rows import Row
 from nanochat.run_dir import find_run, finite, is_run_dir
 from nanochat.run_order import stream_config
 from nanochat.run_reader import RunReader, ledger_table, unbalanced
-from nanochat.sources import RunData, is_prepared
+from nanochat.sources import RunData
 from nanochat.spikes import ENOUGH, NORMAL, WINDOW
 from nanochat.start_run import command, find_data, inspect_run, open_run
 from nanochat.stream import AnyStream, Cursor, Stream, ledger, open_stream
@@ -617,9 +618,10 @@ def remark(opened: Opened, traced: Traced, left_out: bool) -> str:
     """Why a run does not learn from a document; empty if it does, or if the passes give the
     reason."""
     if traced.split != "train":
-        bucket = opened.data.manifests["train"].get(traced.document.bucket, {})
+        bucket = opened.data.manifests["train"].get(traced.document.bucket)
+        files = bucket["files"] if bucket else []
         own_file, _, _ = traced.document.name.rpartition(":")
-        is_shared = any(file["name"] == own_file for file in bucket.get("files", ()))
+        is_shared = any(file["name"] == own_file for file in files)
         what = (
             "a part of this file that is held out for validation"
             if is_shared

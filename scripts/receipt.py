@@ -49,10 +49,11 @@ from nanochat.common import (
 )
 from nanochat.config import REMOVED, Settings, fields_of, flag
 from nanochat.files import data_at
+from nanochat.pins import Manifest, Pin, is_prepared, pins_of
 from nanochat.run_dir import find_run, read_cursors
 from nanochat.run_order import stream_config
 from nanochat.run_reader import RunReader
-from nanochat.sources import Manifest, RunData, is_prepared, open_data, scan_all
+from nanochat.sources import RunData, open_data, scan_all
 from nanochat.start_run import find_tokenizer, open_run
 from nanochat.stream import stream_identity
 from nanochat.text import Selection
@@ -103,10 +104,10 @@ class FileLine(NamedTuple):
 # ---- making one ---------------------------------------------------------------------------------
 
 
-def describe_file(root: AnyPath, entry: Mapping[str, Any]) -> FileLine:
+def describe_file(root: AnyPath, entry: Pin) -> FileLine:
     """The line of a file below `root`, given its entry in a manifest."""
     path = root / entry["name"]
-    pinned = hash_json([entry["size"], entry["footer"], entry["groups"], entry.get("tokens")])
+    pinned = hash_json(pins_of(entry))
     if isinstance(path, Remote):
         content = "-"
     elif path.suffix == ".bin":
@@ -262,7 +263,7 @@ def check_size(file: FileLine, root: AnyPath) -> None:
         )
 
 
-def compare_file(pair: tuple[FileLine, Mapping[str, Any]], root: AnyPath) -> FileLine:
+def compare_file(pair: tuple[FileLine, Pin], root: AnyPath) -> FileLine:
     """The line of a file as it is now, from its line in a receipt and its entry in a manifest.
     ValueError if they differ."""
     file, entry = pair

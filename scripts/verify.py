@@ -56,16 +56,10 @@ from nanochat.common import (
     table,
 )
 from nanochat.files import walk
+from nanochat.pins import DATA_MANIFEST, Manifest, is_prepared, read_manifests
 from nanochat.run_dir import CHECKPOINT_NAME, cursor_files, find_run, read_cursors
 from nanochat.run_reader import RunReader
-from nanochat.sources import (
-    DATA_MANIFEST,
-    Manifest,
-    check,
-    check_own_file,
-    is_prepared,
-    read_manifests,
-)
+from nanochat.sources import check, check_own_file
 from nanochat.tokenizer import EOD_HELP, TOKENIZER_HELP, get_tokenizer
 from nanochat.tokens import MANIFEST_NAME, TokenFile, open_tokens, read_manifest, to_offsets
 
@@ -422,8 +416,8 @@ def check_data(path: AnyPath, args: argparse.Namespace, bar: tqdm) -> Iterator[s
     for buckets in read_manifests(local_copy(path)).values():
         for manifest in buckets.values():
             root = as_path(manifest["root"])
-            for file in manifest["files"]:
-                files[root / file["name"]] = {**manifest, "files": [file]}
+            for pin in manifest["files"]:
+                files[root / pin["name"]] = {**manifest, "files": [pin]}
     folders: dict[AnyPath, list[AnyPath]] = {}
     for file, alone in files.items():
         [entry] = alone["files"]

@@ -57,7 +57,7 @@ DEFERRED = {
     ): "PyTorch, which a download does not need",
     **{
         ("nanochat.run_reader", f"nanochat.{name}"): "Arrow, which scripts.status does not need"
-        for name in ("sources", "stream", "tokens")
+        for name in ("pins", "stream", "tokens")
     },
     ("scripts.compare_runs", "scripts.inspect_data"): "PyTorch, needed only to name what differs",
     ("scripts.export", "nanochat.integrations.fast_encoders"): "tokenizers, for one kind of export",

@@ -9,7 +9,8 @@ import pytest
 
 from nanochat.common import STORAGE, Remote, as_path, get_base_dir, hash_bytes
 from nanochat.files import data_at, list_files
-from nanochat.sources import check, fingerprint, open_source, scan_files
+from nanochat.pins import fingerprint
+from nanochat.sources import check, open_source, scan_files
 from tests.token_files import Tokenizer, write_pair
 from tests.toy import ByteTokenizer, some_texts, write_jsonl, write_parquet
 

@@ -430,6 +430,21 @@ def files_of(manifests: Mapping[str, Manifest]) -> list[DataFile]:
     ]
 
 
+def _documents(files: Sequence[DataFile], before: str, after: str = "") -> str:
+    """How many documents the files have, between two texts; "" if that is not known."""
+    known = [file.documents for file in files if file.documents is not None]
+    if len(known) < len(files):
+        return ""
+    return f"{before}{counted(sum(known), 'document')}{after}"
+
+
+def _summary(files: Sequence[DataFile]) -> str:
+    """The names of a few files, or the number of many."""
+    if len(files) > 3:
+        return f"{len(files):,} files{_documents(files, ', ')}"
+    return ", ".join(file.name for file in files) + _documents(files, " (", ")")
+
+
 def describe_split(
     train: Sequence[DataFile],
     val: Sequence[DataFile],
@@ -448,31 +463,19 @@ def describe_split(
     `chosen`: whether the last file was taken by default, which suits shuffled shards but is a
     surprise in a folder of different files.
     """
-
-    def documents(files: Sequence[DataFile], before: str, after: str = "") -> str:
-        known = [file.documents for file in files if file.documents is not None]
-        return (
-            f"{before}{counted(sum(known), 'document')}{after}" if len(known) == len(files) else ""
-        )
-
-    def summary(files: Sequence[DataFile]) -> str:
-        if len(files) > 3:
-            return f"{len(files):,} files{documents(files, ', ')}"
-        return ", ".join(file.name for file in files) + documents(files, " (", ")")
-
     end = f"; {reads}" if reads else ""
     if shared:
         files = counted(len(train), "file")
         return [
-            f"validation: {shared:.3g} of each file ({files}){documents(val, ', ')}",
-            f"training: the rest{documents(train, ', ')}{end}",
+            f"validation: {shared:.3g} of each file ({files}){_documents(val, ', ')}",
+            f"training: the rest{_documents(train, ', ')}{end}",
         ]
     val_bytes = sum(file.num_bytes for file in val)
     all_bytes = val_bytes + sum(file.num_bytes for file in train)
     share = val_bytes / max(1, all_bytes)
     lines = [
-        f"validation: {summary(val)}, {share:.1%} of all bytes",
-        f"training: {summary(train)}{end}",
+        f"validation: {_summary(val)}, {share:.1%} of all bytes",
+        f"training: {_summary(train)}{end}",
     ]
     odd = _odd(train, val, share)
     if odd and chosen:

@@ -112,6 +112,52 @@ def has_more(
     return False
 
 
+class Corpus:
+    """The texts of the first files, until they add up to `max_chars` characters. Documents are cut
+    at `doc_cap` characters, unless it is None. While they are read, it counts."""
+
+    def __init__(
+        self,
+        folder: AnyPath,
+        files: list[dict[str, Any]],
+        selection: Selection,
+        *,
+        max_chars: int,
+        doc_cap: int | None,
+    ):
+        self.folder = folder
+        self.files = files
+        self.selection = selection
+        self.max_chars = max_chars
+        self.doc_cap = doc_cap
+        self.opened: list[dict[str, Any]] = []
+        self.num_cut = 0  # documents
+        self.dropped = 0  # characters
+
+    def __iter__(self) -> Iterator[str]:
+        remaining = self.max_chars
+        with tqdm(
+            total=remaining, unit="char", unit_scale=True, desc="reading", disable=None
+        ) as bar:
+            for file in self.files:
+                self.opened.append(file)
+                for text in read_texts(self.folder / file["name"], self.selection):
+                    shown = self._cut(text)
+                    remaining -= len(shown)
+                    bar.update(len(shown))
+                    yield shown
+                    if remaining <= 0:
+                        return
+
+    def _cut(self, text: str) -> str:
+        """The beginning of a text that is too long."""
+        if self.doc_cap is None or len(text) <= self.doc_cap:
+            return text
+        self.num_cut += 1
+        self.dropped += len(text) - self.doc_cap
+        return text[: self.doc_cap]
+
+
 def train(
     folder: AnyPath,
     files: list[dict[str, Any]],
@@ -122,31 +168,14 @@ def train(
     """Train on the first files. The tokenizer's `training` records the arguments, files and counts.
     Documents are cut at `doc_cap` characters if `cap_always`, or if the files have more than
     `max_chars`."""
-    opened: list[dict[str, Any]] = []
-    truncated = [0, 0]  # documents, dropped characters
     max_chars, start = arguments["max_chars"], time.monotonic()
     selection = Selection.of(arguments).for_split("train")
     capped = cap_always or has_more(folder, files, selection, max_chars)
+    doc_cap = arguments["doc_cap"] if capped else None
+    corpus = Corpus(folder, files, selection, max_chars=max_chars, doc_cap=doc_cap)
+    tokenizer = RustBPETokenizer.train_from_iterator(iter(corpus), arguments["vocab_size"])
 
-    def corpus() -> Iterator[str]:
-        remaining = max_chars
-        with tqdm(
-            total=remaining, unit="char", unit_scale=True, desc="reading", disable=None
-        ) as bar:
-            for file in files:
-                opened.append(file)
-                for text in read_texts(folder / file["name"], selection):
-                    if capped and len(text) > arguments["doc_cap"]:
-                        truncated[0] += 1
-                        truncated[1] += len(text) - arguments["doc_cap"]
-                        text = text[: arguments["doc_cap"]]
-                    remaining -= len(text)
-                    bar.update(len(text))
-                    yield text
-                    if remaining <= 0:
-                        return
-
-    tokenizer = RustBPETokenizer.train_from_iterator(corpus(), arguments["vocab_size"])
+    opened = corpus.opened
     documents, characters = (tokenizer.training[name] for name in ("documents", "characters"))
     tokenizer.training |= {
         "arguments": arguments,
@@ -157,15 +186,12 @@ def train(
         f"trained in {time.monotonic() - start:.1f} s on {documents:,} documents with {characters:,} characters from "
         f"{len(opened)} of {len(files)} files, {opened[0]['name']} to {opened[-1]['name']}"
     )
-    if truncated[0]:
+    if corpus.num_cut:
+        why = "" if cap_always else f", because the data has more than --max-chars={max_chars:,}"
+        share = corpus.dropped / (characters + corpus.dropped)
         print(
-            f"note: --doc-cap={arguments['doc_cap']} truncated {truncated[0]:,} of {documents:,} documents and "
-            f"dropped {truncated[1] / (characters + truncated[1]):.0%} of the characters that were read"
-            + (
-                f", because the data has more than --max-chars={max_chars:,}"
-                if not cap_always
-                else ""
-            )
+            f"note: --doc-cap={doc_cap} truncated {corpus.num_cut:,} of {documents:,} documents and dropped "
+            f"{share:.0%} of the characters that were read{why}"
         )
     return tokenizer
 

@@ -523,7 +523,17 @@ def find_all(path: AnyPath, args: argparse.Namespace) -> list[Check]:
     if path.suffix in (".bin", ".idx") and path.is_file():
         pair = path.with_suffix(".bin")
         return [partial(check_pairs, pair.parent, [pair], args, whole=False)]
+    checks = find_below(path, args)
+    if not checks:
+        raise ValueError(
+            f"{path}: found nothing to verify, expected token files, checkpoints or cursors at or "
+            f"below it (text files have no checksums); name another path"
+        )
+    return checks
 
+
+def find_below(path: AnyPath, args: argparse.Namespace) -> list[Check]:
+    """The checks of everything at or below a path; [] if nothing there can be verified."""
     pairs: dict[AnyPath, set[AnyPath]] = {}
     checks: list[Check] = []  # of checkpoints, cursors, row losses, pinned data
     closed: set[AnyPath] = set()  # folders whose .bin files are not pairs: checkpoints, row losses
@@ -546,10 +556,7 @@ def find_all(path: AnyPath, args: argparse.Namespace) -> list[Check]:
             if not has_pairs:
                 closed.add(p)
     if not pairs and not checks:
-        raise ValueError(
-            f"{path}: found nothing to verify, expected token files, checkpoints or cursors at or "
-            f"below it (text files have no checksums); name another path"
-        )
+        return []
 
     of_pairs = [
         partial(check_pairs, folder, sorted(files), args, whole=True)

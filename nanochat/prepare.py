@@ -40,7 +40,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -65,7 +65,7 @@ from nanochat.common import (
     table,
     write_json,
 )
-from nanochat.text import ORIGIN, TEXT_BYTES, Numbered, Selection, prepared_dir
+from nanochat.text import ORIGIN, TEXT_BYTES, Numbered, Selection, Skipped, prepared_dir
 from nanochat.text_kinds import describe_skipped, no_document, numbered_documents, warn_once
 
 log = logging.getLogger(__name__)
@@ -85,7 +85,7 @@ class Record(NamedTuple):
     source: str  # the user's own file
     documents: int
     num_bytes: int  # of the parquet file
-    skipped: dict[str, Any]
+    skipped: Skipped
 
     @property
     def has_mistakes(self) -> bool:
@@ -319,7 +319,7 @@ def _convert(file: TextFile, key: str, place: Path, tick: Callable[[int], None])
     field = file.selection.text_field
     name_type = pa.dictionary(pa.int32(), pa.string())
     schema = pa.schema([(field, pa.string()), (FILE, name_type), (LINE, pa.int64())])
-    skipped: dict[str, Any] = {}
+    skipped: Skipped = {}
     documents = numbered_documents(source, file.selection, skipped)
     num_documents = text_bytes = 0
     with (

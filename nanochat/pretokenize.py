@@ -65,7 +65,7 @@ from nanochat.common import (
     write_json,
 )
 from nanochat.files import MAGICS
-from nanochat.text import ALL, Selection, read_footer, text_suffix
+from nanochat.text import ALL, Selection, Skipped, read_footer, text_suffix
 from nanochat.text_kinds import no_document, read_documents
 from nanochat.tokenizer import CannotEncode, Tokenizer, get_tokenizer
 from nanochat.tokens import (
@@ -517,7 +517,7 @@ class Pretokenizer:
         """Write the pair under temporary names, and its record."""
         source = i.stamp()
         selection = self.selection.for_split(i.split)
-        skipped: Record = {}
+        skipped: Skipped = {}
 
         # the ids
         documents = 0

@@ -110,6 +110,15 @@ class Numbered(NamedTuple):
     text: str
 
 
+class Skipped(TypedDict, total=False):
+    """What was skipped in a file, as reports store it."""
+
+    count: int  # broken lines
+    lines: list[tuple[int, str]]  # the first of them: (number, problem)
+    short: int  # documents with too few characters
+    nulls: int  # in a column
+
+
 class Selected(TypedDict, total=False):
     """The values of a `Selection` that are not defaults."""
 
@@ -164,9 +173,7 @@ class Selection(TextSettings):
         """Whether the selection may skip documents."""
         return self.min_chars > 0 or self.part != ""
 
-    def documents(
-        self, documents: Iterable[Numbered], skipped: dict[str, Any]
-    ) -> Iterator[Numbered]:
+    def documents(self, documents: Iterable[Numbered], skipped: Skipped) -> Iterator[Numbered]:
         """The selected documents among all `documents` of a file; skipped["short"] counts those
         with too few characters."""
         for number, (line, text) in enumerate(documents):
@@ -180,7 +187,7 @@ class Selection(TextSettings):
             else:
                 skipped["short"] += 1
 
-    def of_one_document(self, text: str, skipped: dict[str, Any]) -> Iterator[Numbered]:
+    def of_one_document(self, text: str, skipped: Skipped) -> Iterator[Numbered]:
         """The selected part of a file that is a single document, cut at the start of a line if one
         follows."""
         at = math.ceil(len(text) * (1 - self.val_fraction))
@@ -289,7 +296,7 @@ def checked(
     path: AnyPath | str,
     field: str,
     group: int,
-    skipped: dict[str, Any] | None = None,
+    skipped: Skipped | None = None,
 ) -> pa.Array:
     """A column of texts, after checks. ValueError for a null or a text that is too large,
     ArrowException for a text that is not UTF-8. With `skipped`, nulls stay in the column, and
@@ -398,7 +405,7 @@ def read_batches(
     *,
     batch_size: int = 256,
     field: str = TEXT_FIELD,
-    skipped: dict[str, Any] | None = None,
+    skipped: Skipped | None = None,
 ) -> Iterator[pa.Array]:
     """The texts of a row group, `batch_size` documents at a time, after checks. ValueError names
     the file if pages are corrupt, or if a text is null (unless `skipped` counts nulls, see

@@ -11,7 +11,7 @@ import io
 import itertools
 import json
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import pyarrow as pa
@@ -35,6 +35,7 @@ from nanochat.text import (
     TEXT_FIELD,
     Numbered,
     Selection,
+    Skipped,
     checked,
     flat,
     for_arrow,
@@ -58,29 +59,26 @@ LISTED_LINES = 100  # maximum number of broken lines per file that the report li
 
 
 def read_documents(
-    path: AnyPath, selection: Selection = ALL, skipped: dict[str, Any] | None = None
+    path: AnyPath, selection: Selection = ALL, skipped: Skipped | None = None
 ) -> Iterator[str]:
     """The texts of `numbered_documents`."""
     return (document.text for document in numbered_documents(path, selection, skipped))
 
 
 def numbered_documents(
-    path: AnyPath, selection: Selection = ALL, skipped: dict[str, Any] | None = None
+    path: AnyPath, selection: Selection = ALL, skipped: Skipped | None = None
 ) -> Iterator[Numbered]:
     """The selected documents of a text file of any kind. ValueError names the file and the problem.
 
     A broken line of jsonl (not UTF-8, not JSON, no text in it) is skipped, unless `selection` is
-    strict: one bad line is no reason to lose a whole file. `skipped` receives "count", the number
-    of broken lines; "lines", (number, problem) of the first ones; and "short", the number of short
-    documents. If a file is divided between training and validation, only the training part counts
-    its broken lines. A truncated compressed file is an error, because it has lost an unknown number
-    of documents. So are a line above the size limit and a .txt file that is not UTF-8.
-
-    A null in a column is skipped, too, unless `selection` is strict; skipped["nulls"], if any, is
-    their number.
+    strict: one bad line is no reason to lose a whole file. So is a null in a column. `skipped`
+    receives what was skipped, at the end of the file. If a file is divided between training and
+    validation, only the training part counts its broken lines. A truncated compressed file is an
+    error, because it has lost an unknown number of documents. So are a line above the size limit and
+    a .txt file that is not UTF-8.
     """
     skipped = {} if skipped is None else skipped
-    skipped.update(count=0, lines=[], short=0)
+    skipped.update({"count": 0, "lines": [], "short": 0})
     suffix = text_suffix(path.name)
     if suffix == ".txt":
         return selection.of_one_document(_read_txt(path), skipped)
@@ -97,13 +95,13 @@ def read_texts(path: AnyPath | str, selection: Selection = ALL) -> Iterator[str]
     """The selected documents of a text file of any kind. Warns about what was skipped, at the end
     of the file, once per process."""
     path = local_copy(as_path(path))
-    skipped: dict[str, Any] = {}
+    skipped: Skipped = {}
     yield from read_documents(path, selection, skipped)
     for line in describe_skipped(path, selection, skipped):
         warn_once(line)
 
 
-def describe_skipped(path: AnyPath, selection: Selection, skipped: Mapping[str, Any]) -> list[str]:
+def describe_skipped(path: AnyPath, selection: Selection, skipped: Skipped) -> list[str]:
     """A sentence each about the nulls, short documents and broken lines of a file that were
     skipped."""
     lines = []
@@ -128,7 +126,7 @@ def warn_once(line: str) -> None:
         log.warning("%s", line)
 
 
-def no_document(path: AnyPath, selection: Selection, skipped: dict[str, Any]) -> ValueError:
+def no_document(path: AnyPath, selection: Selection, skipped: Skipped) -> ValueError:
     """The error for a file without any selected document."""
     why = "".join(f"; line {number}: {problem}" for number, problem in skipped["lines"][:1])
     part = ""
@@ -144,14 +142,14 @@ def no_document(path: AnyPath, selection: Selection, skipped: dict[str, Any]) ->
 # ---- the kinds -----------------------------------------------------------------------------------
 
 
-def _read_parquet(path: AnyPath, field: str, skipped: dict[str, Any] | None) -> Iterator[pa.Array]:
+def _read_parquet(path: AnyPath, field: str, skipped: Skipped | None) -> Iterator[pa.Array]:
     """The texts of a parquet file. `skipped`: see `nanochat.text.checked`."""
     with open_parquet(path, field) as file:
         for group in range(file.num_row_groups):
             yield from read_batches(file, group, path, field=field, skipped=skipped)
 
 
-def _read_arrow(path: AnyPath, field: str, skipped: dict[str, Any] | None) -> Iterator[pa.Array]:
+def _read_arrow(path: AnyPath, field: str, skipped: Skipped | None) -> Iterator[pa.Array]:
     """The texts of a stream of Arrow record batches, as `datasets` saves it. `skipped`: see
     `nanochat.text.checked`."""
     with (
@@ -242,7 +240,7 @@ def is_json_lines(path: AnyPath) -> bool:
     return is_object and second.lstrip().startswith(b"{")
 
 
-def _read_jsonl(path: AnyPath, selection: Selection, skipped: dict[str, Any]) -> Iterator[Numbered]:
+def _read_jsonl(path: AnyPath, selection: Selection, skipped: Skipped) -> Iterator[Numbered]:
     """All documents of a .jsonl file, which may be compressed. `skipped` counts broken lines; with
     --strict, the first one is an error."""
     with _open_lines(path) as lines:
@@ -270,9 +268,8 @@ def _read_jsonl(path: AnyPath, selection: Selection, skipped: dict[str, Any]) ->
                     ) from None
                 if selection.part != "val":  # the training part of the file counts it
                     skipped["count"] += 1
-                    skipped["lines"] += (
-                        [(number, problem)] if len(skipped["lines"]) < LISTED_LINES else []
-                    )
+                    if len(skipped["lines"]) < LISTED_LINES:
+                        skipped["lines"].append((number, problem))
 
 
 def _document(line: bytes, field: str) -> str:
@@ -318,7 +315,7 @@ def count_nulls(path: AnyPath, field: str) -> int:
     key = [str(path.resolve()), stat.st_size, stat.st_mtime_ns, field]
     counted_before = prepared_dir() / "nulls" / f"{hash_json(key)}.json"
     if not counted_before.exists():
-        skipped: dict[str, Any] = {"nulls": 0}
+        skipped: Skipped = {"nulls": 0}
         columns = tqdm(
             _read_parquet(path, field, skipped),
             desc=f"counting nulls in {path.name}",

@@ -34,18 +34,18 @@ from nanochat.config import OF_ONE_RUN, Settings, fields_of, flag
 from nanochat.files import data_at
 from nanochat.gpt import GPTConfig
 from nanochat.order import StreamConfig, open_order
-from nanochat.run_dir import is_run_dir, read_config
-from nanochat.run_order import order_of, stream_config
-from nanochat.sources import (
+from nanochat.pins import (
     DATA_MANIFEST,
     Manifest,
     Manifests,
-    RunData,
-    check_files,
+    bare,
     leave_out,
     pins_of,
     read_manifests,
 )
+from nanochat.run_dir import is_run_dir, read_config
+from nanochat.run_order import order_of, stream_config
+from nanochat.sources import RunData, check_files
 from nanochat.stream import Cursor, RowsConfig, stream_identity
 
 # settings that say what rows hold, and that a fork may change nevertheless
@@ -258,9 +258,9 @@ def files_of_fork(parent: Parent, settings: Settings) -> Manifests:
     if not {"data_path", "val_path", "curriculum"} & fork.changes.keys():
         same = check_files(parent.manifests, strict=settings.strict)
         if "without_documents" in fork.changes:
-            bare = {bucket: _bare(manifest) for bucket, manifest in same["train"].items()}
+            whole = bare(same["train"])
             listed = settings.without_documents
-            same["train"] = bare if listed is None else leave_out(bare, listed)
+            same["train"] = whole if listed is None else leave_out(whole, listed)
         return same
     val: dict[str, Manifest] = {}
     if "val_path" not in fork.changes:
@@ -284,14 +284,9 @@ def files_of_fork(parent: Parent, settings: Settings) -> Manifests:
             joins = "data_path" in fork.changes
             feeds = [cursor["buckets"][bucket] for cursor in parent.checkpoint.cursors]
             begins = [[feed["epoch"], feed["place"]] for feed in feeds]
-            ours = {**manifest, "files": files}
+            ours: Manifest = {**manifest, "files": files}
             train[bucket] = _joined(ours, theirs, fork.run, begins if joins else None)
     return {"train": train, "val": val or pinned["val"]}
-
-
-def _bare(manifest: Manifest) -> Manifest:
-    """A manifest without the list of documents that are left out."""
-    return {name: value for name, value in manifest.items() if name != "without"}
 
 
 def _joined(
@@ -313,8 +308,10 @@ def _joined(
                 f"{entry['name']}: it has changed since {run} read it; restore the old file, or give the "
                 f"new one another name"
             )
-        files.append({**own, **{key: entry[key] for key in ("written",) if key in entry}})
-    joined = {**manifest, "files": files}
+        if "written" in entry:
+            own["written"] = entry["written"]
+        files.append(own)
+    joined: Manifest = {**manifest, "files": files}
     if "joined" in theirs:
         joined["joined"] = theirs["joined"]
     arrived = [*found.values()]

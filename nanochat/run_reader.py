@@ -171,7 +171,7 @@ class RunReader:
     @cached_property
     def manifests(self) -> dict[str, dict[str, Any]]:
         """{split: {bucket: manifest}} of the pinned files, empty if the run has pinned none."""
-        from nanochat.sources import DATA_MANIFEST, read_manifests
+        from nanochat.pins import DATA_MANIFEST, read_manifests
 
         return read_manifests(self.run_dir / DATA_MANIFEST)
 

@@ -33,6 +33,8 @@ from tqdm import tqdm
 
 from nanochat.cli import Decides, Parser, run_main, setup_logging
 from nanochat.common import (
+    AnyPath,
+    Remote,
     as_path,
     begin_launch,
     check_shape,
@@ -42,16 +44,16 @@ from nanochat.common import (
     hash_bytes,
     hash_file,
     hash_json,
-    is_remote,
     read_json,
     write_json,
 )
 from nanochat.config import REMOVED, Settings, fields_of, flag
 from nanochat.files import data_at
+from nanochat.pins import Manifest, Pin, is_prepared, pins_of
 from nanochat.run_dir import find_run, read_cursors
 from nanochat.run_order import stream_config
 from nanochat.run_reader import RunReader
-from nanochat.sources import Manifest, RunData, is_prepared, open_data, scan_all
+from nanochat.sources import RunData, open_data, scan_all
 from nanochat.start_run import find_tokenizer, open_run
 from nanochat.stream import stream_identity
 from nanochat.text import Selection
@@ -87,7 +89,7 @@ class FileLine(NamedTuple):
     size: str
     name: str
 
-    def differs(self, path: Path, now: "FileLine") -> str:
+    def differs(self, path: AnyPath, now: "FileLine") -> str:
         """A sentence that says how this file differs from the one at `path` now; empty if they are
         equal."""
         if self.size != now.size:
@@ -102,11 +104,11 @@ class FileLine(NamedTuple):
 # ---- making one ---------------------------------------------------------------------------------
 
 
-def describe_file(root: Path, entry: Mapping[str, Any]) -> FileLine:
+def describe_file(root: AnyPath, entry: Pin) -> FileLine:
     """The line of a file below `root`, given its entry in a manifest."""
     path = root / entry["name"]
-    pinned = hash_json([entry["size"], entry["footer"], entry["groups"], entry.get("tokens")])
-    if is_remote(path):
+    pinned = hash_json(pins_of(entry))
+    if isinstance(path, Remote):
         content = "-"
     elif path.suffix == ".bin":
         content = hash_bytes(
@@ -231,7 +233,7 @@ def read_receipt(path: Path) -> dict[str, Any]:
     return receipt
 
 
-def lines_of(bucket: Mapping[str, Any], path: Path) -> list[FileLine]:
+def lines_of(bucket: Mapping[str, Any], path: AnyPath) -> list[FileLine]:
     """The files of a bucket of a receipt. ValueError if the list is corrupt, or a name points
     outside the data path."""
     try:
@@ -246,7 +248,7 @@ def lines_of(bucket: Mapping[str, Any], path: Path) -> list[FileLine]:
     return files
 
 
-def check_size(file: FileLine, root: Path) -> None:
+def check_size(file: FileLine, root: AnyPath) -> None:
     """ValueError or FileNotFoundError if a file of a receipt is missing below `root`, or has
     another size. Fast, so it comes before text is prepared."""
     path = root / file.name
@@ -264,7 +266,7 @@ def check_size(file: FileLine, root: Path) -> None:
         )
 
 
-def compare_file(pair: tuple[FileLine, Mapping[str, Any]], root: Path) -> FileLine:
+def compare_file(pair: tuple[FileLine, Pin], root: AnyPath) -> FileLine:
     """The line of a file as it is now, from its line in a receipt and its entry in a manifest.
     ValueError if they differ."""
     file, entry = pair
@@ -284,7 +286,7 @@ def compare_file(pair: tuple[FileLine, Mapping[str, Any]], root: Path) -> FileLi
 
 
 def find_manifests(
-    path: Path, receipt: Mapping[str, Any], data_path: str, selection: Selection
+    path: AnyPath, receipt: Mapping[str, Any], data_path: str, selection: Selection
 ) -> dict[str, Manifest]:
     """The manifests of a receipt's files below a data path. ValueError or FileNotFoundError names
     the first file that is missing or differs."""

@@ -27,12 +27,13 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextvars import copy_context
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 
-from nanochat.common import block, open_door
+from nanochat.common import block, open_door, stops_if
 from nanochat.order import StreamConfig
 from nanochat.rows import Row
 from nanochat.sources import Source
@@ -273,15 +274,18 @@ class DataLoader:
         self.config = config
         self.device = torch.device(device)
         self.micro_batches_per_step = len(self.layout.leaves) * self.layout.micro_batches_per_leaf
-        self.stream = open_stream(
-            config,
-            sources,
-            self.layout.lanes,
-            tokenizer=tokenizer.fingerprint,
-            cursors=cursors,
-            num_threads=num_threads,
-            drop_dry=drop_dry,
-        )
+        self._closed = threading.Event()
+        with stops_if(self._why_closed):
+            self.stream = open_stream(
+                config,
+                sources,
+                self.layout.lanes,
+                tokenizer=tokenizer.fingerprint,
+                cursors=cursors,
+                num_threads=num_threads,
+                drop_dry=drop_dry,
+            )
+            run = copy_context().run
         self.buckets = self.stream.buckets  # the names that MicroBatch.buckets refers to
         self.step = start_step  # the step whose micro-batches come next
         self.digest = 0  # this rank's part of the last complete step's digest
@@ -289,7 +293,6 @@ class DataLoader:
         # the stream's last two states, by the number of steps done
         self._ends = {start_step: self.stream.state()}
         # the slots travel between the thread and the consumer
-        self._closed = threading.Event()
         self._filled: queue.SimpleQueue[Filled | BaseException] = queue.SimpleQueue()
         self._first: Filled | BaseException | None = None  # taken from the queue, but not used yet
         self._free: queue.SimpleQueue[Slot | None] = queue.SimpleQueue()
@@ -297,8 +300,14 @@ class DataLoader:
         bos = tokenizer.get_bos_token_id()
         for _ in range(PREFETCH):
             self._free.put(Slot(*shape, bos, self.device, with_doc_ids=with_doc_ids))
-        self._thread = threading.Thread(target=self._prefetch, name="prefetch", daemon=True)
+        self._thread = threading.Thread(
+            target=run, args=[self._prefetch], name="prefetch", daemon=True
+        )
         self._thread.start()
+
+    def _why_closed(self) -> str:
+        """Ends the waits of this loader's threads, and of the stream's pool, once it is closed."""
+        return "the loader is closed" if self._closed.is_set() else ""
 
     # -- the thread
 

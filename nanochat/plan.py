@@ -32,7 +32,7 @@ from typing import Any, NamedTuple, Protocol, TypedDict, get_type_hints
 import numpy as np
 from tqdm import tqdm
 
-from nanochat.common import check_shape, print0, read_json, table
+from nanochat.common import check_shape, check_stop, print0, read_json, table
 from nanochat.config import Settings
 from nanochat.order import StreamConfig, open_order
 from nanochat.packing import Piece
@@ -364,6 +364,7 @@ def _rehearse_steps(stream: Stream, n: int, steps: range) -> Rehearsed:
     dry_step: dict[str, int] = {}
     state = stream.state()
     for step in tqdm(steps, desc="rehearse", unit="step", delay=2):
+        check_stop()
         before = dict(stream.dropped)
         due = stream.rows[0] + n
         stream.next_rows(n)

@@ -17,6 +17,7 @@ import time
 from contextlib import ExitStack
 from typing import Any
 
+from nanochat.common import Stop, join_reasons, stops_if
 from nanochat.config import Settings
 from nanochat.dist import (
     autodetect_device_type,
@@ -30,7 +31,7 @@ from nanochat.dist import (
 from nanochat.run_dir import run_path
 from nanochat.run_owner import Owner, RunState, claim
 from nanochat.run_state import identify
-from nanochat.run_stop import Stop, StopWatch, deadline, join_reasons
+from nanochat.run_stop import StopWatch, deadline
 from nanochat.watchdog import Watchdog, open_store
 
 log = logging.getLogger(__name__)
@@ -68,6 +69,7 @@ class Guard:
     def __enter__(self) -> "Guard":
         with ExitStack() as stack:
             stack.enter_context(self._stop)
+            stack.enter_context(stops_if(self.asked))
             if problem := elastic_problem():
                 log.warning("%s", problem)
             self._join(stack)
@@ -161,7 +163,3 @@ class Guard:
         reasons = gather_all(self.asked())
         if any(reasons):
             raise Stop(join_reasons(reasons))
-
-    def stop_waiting(self) -> None:
-        """The run is over: waits for object storage end at once."""
-        self._stop.ignore_stores()

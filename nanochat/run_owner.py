@@ -33,7 +33,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from nanochat.common import StopAsked, parse_json
+from nanochat.common import Stop, parse_json
 from nanochat.run_dir import finite, open_regular, set_aside
 from nanochat.run_state import (
     ACTIVE,
@@ -244,7 +244,7 @@ def exit_code(run_dir: Path, state: Mapping[str, Any]) -> int:
 class RunState(Sink):
     """Rank 0's writer of the state, the last sink of its journal.
 
-    Leaving the context without a final status sets "stopped" (for a StopAsked) or "failed", with
+    Leaving the context without a final status sets "stopped" (for a Stop) or "failed", with
     the exception as the reason. `ranks`: the values of `identify` on each rank, in rank order.
     `check_flag`: called with the run directory, to look for a request to stop. Only `refresh` uses
     the disk, and the heartbeat (nanochat/watchdog.py) calls it, so that no step waits.
@@ -345,7 +345,7 @@ class RunState(Sink):
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, StopAsked):
+        if isinstance(error, Stop):
             return self.end("stopped", str(error))
         reason = (
             str(error)

@@ -29,11 +29,11 @@ import subprocess
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from nanochat.common import LAUNCH, duration, parse_json
+from nanochat.common import duration, parse_json
 from nanochat.run_dir import open_regular
 from nanochat.run_owner import last_owner
 from nanochat.run_state import identify_launcher, launcher_pid, process_start
@@ -146,10 +146,10 @@ def began_s(pid: int) -> float:
 
 
 class StopWatch:
-    """Collects the reasons for this process to stop. Inside the context, signals are recorded, and
-    a signal ends a wait for object storage; on exit the previous handlers are restored. Signals are
-    left alone if this is not the main thread: Python lets no other thread set handlers. SIGHUP is
-    left alone if it is ignored, as under nohup.
+    """Collects the reasons for this process to stop. Inside the context, signals are
+    recorded; on exit the previous handlers are restored. Signals are left alone if this is not the
+    main thread: Python lets no other thread set handlers. SIGHUP is left alone if it is ignored, as
+    under nohup.
 
     run_dir: a request to stop that is there now may be a leftover, see `_is_leftover`."""
 
@@ -180,11 +180,9 @@ class StopWatch:
                 # only SIGINT interrupts a system call
                 signal.siginterrupt(number, number == signal.SIGINT)
             self._watch_ctrl_c()
-        LAUNCH.stop = self.requested
         return self
 
     def __exit__(self, *error: object) -> None:
-        LAUNCH.stop = lambda: False
         StopWatch.ended = uptime_s()
         if self._previous:
             # ends the thread of _watch_ctrl_c
@@ -224,10 +222,6 @@ class StopWatch:
                         os._exit(130)
 
         threading.Thread(target=watch, name="ctrl-c", daemon=True).start()
-
-    def ignore_stores(self) -> None:
-        """The run is over: from now on, every wait for object storage ends immediately."""
-        LAUNCH.stop = lambda: True
 
     def check_flag(self, run_dir: Path) -> None:
         """Check for a request to stop, and delete one that an earlier launch left behind. The
@@ -286,28 +280,9 @@ class StopWatch:
         return self._reason
 
 
-class Stop(Exception):
-    """Ends the run before its horizon. All ranks raise this together, after the same step.
-    `status`: "stopped" on request, "halted" if a person must decide how to continue. `all_dry`:
-    it halts because every bucket is used up, not just one."""
-
-    def __init__(self, reason: str, status: str = "stopped", *, all_dry: bool = False) -> None:
-        super().__init__(reason)
-        self.reason = reason
-        self.status = status
-        self.all_dry = all_dry
-
-
 class Diverged(Exception):
     """Ends the run as failed: a loss or gradient norm is NaN or infinite, or every step is a spike.
     All ranks raise this together; the step was not applied."""
-
-
-def join_reasons(reasons: Sequence[str]) -> str:
-    """The first of all ranks' reasons to stop (in rank order, '' for none): 'walltime: ..',
-    'SIGUSR1', or 'SIGTERM (rank 1)' if not all ranks got a signal."""
-    rank, first = next(((rank, reason) for rank, reason in enumerate(reasons) if reason), (0, ""))
-    return f"{first} (rank {rank})" if first.startswith("SIG") and not all(reasons) else first
 
 
 class Request(NamedTuple):

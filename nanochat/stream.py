@@ -27,6 +27,7 @@ pool reads their tokens.
 
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from contextvars import copy_context
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
@@ -250,7 +251,8 @@ class Feed:
         """Have the pool read the next unit of the epoch, unless it is already doing so."""
         has_more = self.place < self.share.stop
         if self.pool and has_more and self.unit is None:
-            self.unit = self.pool.submit(self._fetch, self.epoch, self.place, self.share.stop)
+            call = copy_context().run  # a stop ends its waits, too
+            self.unit = self.pool.submit(call, self._fetch, self.epoch, self.place, self.share.stop)
 
     def _fill(self) -> None:
         """Push units of the current epoch until the packer wants no more.
@@ -385,7 +387,8 @@ class Feed:
             groups.setdefault(key.group, {})[key] = piece
         for group, pieces in groups.items():
             if self.pool:
-                reading = self.pool.submit(self._fetch_pending, group, pieces)
+                call = copy_context().run
+                reading = self.pool.submit(call, self._fetch_pending, group, pieces)
                 self.documents.update(dict.fromkeys(pieces, reading))
             else:
                 self.documents.update(self._fetch_pending(group, pieces))

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import nanochat.dataloader as module
+from nanochat.common import check_stop
 from nanochat.dataloader import (
     StepLayout,
     default_leaves,
@@ -104,6 +105,23 @@ def test_closing_in_the_middle_of_a_step_only_finishes_reads_in_progress(monkeyp
     closing.join(20)
     assert not closing.is_alive() and set(threading.enumerate()) <= before
     assert len(source.reads) <= 21
+
+
+@pytest.mark.parametrize("num_threads", [0, 1])
+def test_closing_a_loader_ends_the_waits_of_its_threads(monkeypatch, num_threads):
+    source = fixed_source()
+    waiting = threading.Event()
+
+    def read(*args):
+        waiting.set()
+        while True:
+            check_stop()
+
+    monkeypatch.setattr(source, "read", read)
+    loader = make_loader(source=source, num_threads=num_threads)
+    assert waiting.wait(20)
+    loader.close()
+    assert not loader._thread.is_alive()
 
 
 # ---- validation ----------------------------------------------------------------------------------

@@ -10,12 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanochat import run_stop
+from nanochat.common import join_reasons
 from nanochat.run_stop import (
     FLAG_NAME,
     SIGNALS,
     StopWatch,
     deadline,
-    join_reasons,
     request_stop,
 )
 

@@ -126,7 +126,7 @@ def build(run: Run, guard: Guard) -> Iterator[tuple[Training, Journal, Saves]]:
 
         journal = open_journal(run, guard)
         stack.callback(journal.close)
-        loader = stack.enter_context(open_loader(run, guard))
+        loader = stack.enter_context(on_all_ranks(lambda: open_loader(run, guard)))
         leaves = LeafAccumulator(
             model.parameters(),
             len(loader.layout.leaves),

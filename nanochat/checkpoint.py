@@ -50,6 +50,7 @@ import io
 import json
 import logging
 import os
+import shutil
 import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -75,8 +76,8 @@ from nanochat.run_dir import (
     checkpoint_folders,
     delete_checkpoint,
     find_run,
+    find_run_at,
     keep_cursors,
-    list_runs,
     pack_cursors,
     read_cursors,
     remake_folder,
@@ -232,8 +233,10 @@ def write_sealed(target: Path, head: Mapping[str, Any], contents: Mapping[str, A
 
 
 def write_file(folder: Path, name: str, content: object) -> dict[str, Any]:
-    """Write bytes or a plain state to a new file of a checkpoint, with an fsync. Returns its record
-    for the seal."""
+    """Write bytes, a plain state or the copy of a file to a new file of a checkpoint, with an fsync.
+    Returns its record for the seal."""
+    if isinstance(content, Path):
+        return copy_file(folder, name, content)
     data = content if isinstance(content, bytes) else save_plain(content, name)
     (folder / name).parent.mkdir(exist_ok=True)
     with open(folder / name, "xb") as file:
@@ -243,8 +246,39 @@ def write_file(folder: Path, name: str, content: object) -> dict[str, Any]:
     return {"bytes": len(data), "blake2b": hash_bytes(data)}
 
 
+def copy_file(folder: Path, name: str, source: Path) -> dict[str, Any]:
+    """Link a file of another checkpoint, or copy it. Returns its record for the seal."""
+    target = folder / name
+    target.parent.mkdir(exist_ok=True)
+    try:
+        os.link(source, target)
+    except OSError:  # another file system, or one without links
+        shutil.copyfile(source, target)
+    with open(target, "rb") as file:
+        os.fsync(file.fileno())
+    return {"bytes": target.stat().st_size, "blake2b": hash_file(target)}
+
+
 def json_bytes(value: object) -> bytes:
     return (json.dumps(value, indent=2) + "\n").encode()
+
+
+def adopt(checkpoint: "Checkpoint", run_dir: Path) -> None:
+    """Write another run's checkpoint, whose seal and cursors may have been edited, as the first one
+    of a run. Its states are hard links where the file system allows it, because no file of a
+    checkpoint is ever written twice. OSError if writing fails."""
+    head = {
+        name: value
+        for name, value in checkpoint.trainer_state.items()
+        if name not in ("files", "checksum")
+    }
+    packed = pack_cursors(checkpoint.step, checkpoint.cursors)
+    contents: dict[str, Any] = {
+        name: checkpoint.path / name for name in checkpoint.trainer_state["files"]
+    }
+    contents |= {CURSORS_NAME: packed, MODEL_CONFIG_NAME: json_bytes(checkpoint.model_config)}
+    keep_cursors(run_dir, checkpoint.step, packed)
+    write_sealed(run_dir / "checkpoints" / f"checkpoint-{checkpoint.step}", head, contents)
 
 
 # ---- verifying -----------------------------------------------------------------------------------
@@ -439,15 +473,17 @@ def find_checkpoint(tag_or_path: str | os.PathLike[str] | None) -> Checkpoint:
     path = Path(text).expanduser()
     if (path / STATE_NAME).is_file() or path.absolute().parent.name == "checkpoints":
         return load_checkpoint(path)
-    run, at, selector = text.rpartition("@")
-    whole = not at or path.exists() or text in list_runs()  # an @ may be part of a name
-    run_dir = find_run(text if whole else run)
+    run_dir, selector = find_run_at(text)
     checkpoints = list_checkpoints(run_dir)
     matches = [
-        path for path in checkpoints if whole or selector in (path.name, f"{step_of(path):.0f}")
+        path
+        for path in checkpoints
+        if not selector or selector in (path.name, f"{step_of(path):.0f}")
     ]
     if not matches:
-        which = "" if whole else f" {selector!r}, expected a step, final, or nothing for the newest"
+        which = ""
+        if selector:
+            which = f" {selector!r}, expected a step, final, or nothing for the newest"
         raise FileNotFoundError(
             f"{run_dir}: no checkpoint{which}; existing checkpoints: "
             f"{', '.join(path.name for path in checkpoints) or 'none yet; train it first'}"

@@ -124,6 +124,8 @@ class Parser(argparse.ArgumentParser):
     brings: tuple[str, Callable[[str], None]] | None = None
     # selects the flags from a run's config.json
     of_run: Callable[[dict[str, Any]], dict[str, Any]] = dict
+    # {flag: value} that the words of a command line stand for, before everything else
+    inherits: Callable[[Sequence[str]], dict[str, Any]] | None = None
     example = ""  # an example of a --config file, shown in --help
     where = ""  # beginning of every error
 
@@ -142,6 +144,7 @@ class Parser(argparse.ArgumentParser):
         ]
         for word in given:
             refuse_secrets(word)
+        words = given
         if self._subparsers is None:
             given = self._with_file(given)
             for word in given:
@@ -150,6 +153,8 @@ class Parser(argparse.ArgumentParser):
         parsed, rest = super().parse_known_args(given, namespace)
         if "config" in parsed:
             del parsed.config
+        if self.inherits is not None:
+            parsed.named = self._named(words)
         at = given.index("--data-path") + 1 if "--data-path" in given else len(given)
         paths = [*takewhile(lambda word: not word.startswith("-"), given[at:])]
         if rest and rest[0] in paths[1:]:
@@ -165,17 +170,21 @@ class Parser(argparse.ArgumentParser):
 
     def _with_file(self, given: list[str]) -> list[str]:
         """Command-line arguments, preceded by those of their --config file, if they name one."""
-        path = _value_of(given, "--config")
+        path = value_of(given, "--config")
+        inherited: dict[str, Any] = {}
         values: dict[str, Any] = {}
+        if self.inherits is not None:
+            inherited = self.inherits(given)
         if path is not None:
             self.where = f"--config={path}: "
             values = self._read_flags(path)
         if self.brings is not None:
             name, add = self.brings
-            add(_value_of(given, f"--{name}") or str(values.get(name)))
+            add(value_of(given, f"--{name}") or str(values.get(name, inherited.get(name))))
         if path is not None:
             given = [*self._words_of(values), f"--config={path}", *given]
             self.where = ""
+        given = [*self._words_of(inherited), *given]
         # added only now, so that a file cannot name another file
         if "--config" not in self._option_string_actions:
             self.add_argument(
@@ -185,6 +194,12 @@ class Parser(argparse.ArgumentParser):
                 f".json file{self.example}; flags on the command line take precedence",
             )
         return given
+
+    def _named(self, words: Sequence[str]) -> list[str]:
+        """The names of the settings that the user's own words set."""
+        flags = [word.partition("=")[0] for word in words]
+        actions = [self._option_string_actions.get(flag) for flag in flags]
+        return sorted({action.dest for action in actions if action is not None})
 
     def _read_flags(self, path: str) -> dict[str, Any]:
         """{flag: value} of a file of flags. Exits with one sentence if it cannot be read."""
@@ -272,11 +287,11 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, visible(f"error: {self.where}{message} (all flags: --help)\n"))
 
 
-def _value_of(given: list[str], flag: str) -> str | None:
+def value_of(given: Sequence[str], flag: str) -> str | None:
     """The value of a flag on a command line that is not parsed yet; None if it is absent."""
     finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     finder.add_argument(flag, dest="value", nargs="?")
-    return finder.parse_known_args(given)[0].value
+    return finder.parse_known_args([*given])[0].value
 
 
 def whole(least: int, *, also: int | None = None) -> Callable[[str], int]:

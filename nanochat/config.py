@@ -35,13 +35,19 @@ from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 from nanochat.attention import KERNELS, MODES
-from nanochat.cli import Decides, Parser, setting
+from nanochat.cli import Decides, Parser, setting, value_of
 from nanochat.common import check_shape, open_door, parse_json, show
 from nanochat.curriculum import Curriculum, CurriculumSettings, load
 from nanochat.files import DATASET_NAME, FORMATS
 from nanochat.gpt import ASPECT_RATIO, HEAD_DIM, GPTConfig
 from nanochat.order import ORDERS, StreamSettings
-from nanochat.run_dir import checkpoint_folders
+from nanochat.run_dir import (
+    CONFIG_NAME,
+    checkpoint_folders,
+    find_run_at,
+    read_config,
+    run_path,
+)
 from nanochat.schedule import MOST_STEPS, ScheduleSettings
 from nanochat.sinks import SinkSettings
 from nanochat.text import Selection, TextSettings
@@ -370,23 +376,20 @@ class LongRunSettings:
         decides=Decides.STEP,
         note=ORIGIN,
     )
-    init_optimizer: bool = setting(
-        False,
-        "with --init-from: also load that run's optimizer state",
+    fork_from: str | None = setting(
+        None,
+        "start a new run that continues another one from this step, with its settings except those that the "
+        "command line names",
+        metavar="RUN@STEP",
         decides=Decides.STEP,
         note=ORIGIN,
     )
-    init_data: str = setting(
-        "fresh",
-        "with --init-from: start at the beginning of the data, or where that "
-        "checkpoint stopped reading",
-        choices=("fresh", "continue"),
-        decides=Decides.STEP,
-        note=ORIGIN,
+    fork: dict | None = setting(
+        None, "what --fork-from found (nanochat/fork.py)", flag=False, auto=True
     )
     skip_steps: int = setting(
         0,
-        "for a new run: skip the rows of this many steps",
+        "with --fork-from: skip the rows of this many steps",
         decides=Decides.STEP,
         note=ORIGIN,
         least=0,
@@ -427,11 +430,13 @@ class Settings(
                 raise ValueError(
                     f"{flag(name)}: got {value}, expected a number above {rule['above']}"
                 )
-        if self.init_from is None and (self.init_optimizer or self.init_data != "fresh"):
+        if self.fork_from is not None and self.init_from is not None:
             raise ValueError(
-                "--init-optimizer, --init-data: apply only to a run that starts from another run; name "
-                "that other run with --init-from=RUN"
+                "--fork-from, --init-from: use one of them; a fork continues a run in everything, and "
+                "--init-from takes its weights only"
             )
+        if self.fork_from is not None and self.model_tag is None:
+            raise ValueError("--fork-from: a fork is a new run; name it with --model-tag=NAME")
         for name, value in Selection.of(asdict(self)).named().items():
             if self.data_format in FORMATS and self.data_format != "text":
                 raise ValueError(
@@ -488,6 +493,13 @@ class Settings(
         return 0 if self.mix is None else sum(phase.duration_tokens for phase in self.mix.phases)
 
     @property
+    def curriculum_end(self) -> int:
+        """The tokens of the run at which its curriculum ends; 0 without a curriculum."""
+        if self.mix is None:
+            return 0
+        return (self.fork or {}).get("mix_tokens", 0) + self.curriculum_tokens
+
+    @property
     def tag(self) -> str:
         """The name of the run's folder."""
         return self.model_tag or f"d{self.depth}"
@@ -536,10 +548,14 @@ REMOVED = frozenset(
         "row_losses",
         "tokenizer_dir",  # now --tokenizer
         "object_storage_cache",
+        "init_optimizer",  # now forks
+        "init_data",
         # now of an order of their own, but once in the config.json of every run
         *("split", "blend_weights", "eod_mask_loss", "num_samples", "index_cache"),
     }
 )
+# settings that describe how one run begins, which a fork does not take from its parent
+OF_ONE_RUN = ("model_tag", "resume", "force", "fork_from", "fork", "init_from", "skip_steps")
 ELSEWHERE = {  # flags of other programs and of older versions
     "--log-every": "omit it; every step is printed",
     **dict.fromkeys(
@@ -549,7 +565,10 @@ ELSEWHERE = {  # flags of other programs and of older versions
     "--resume-from-step": "use --resume=PATH to resume from that checkpoint, or --resume=auto (the default) to resume "
     "from the newest",
     "--allow-curriculum-change": "a run keeps its curriculum; to continue with a different one, start a new run "
-    "(--model-tag) with --init-from=RUN --init-optimizer --init-data=continue",
+    "(--model-tag) with --fork-from=RUN@STEP",
+    **dict.fromkeys(
+        ("--init-optimizer", "--init-data"), "use --fork-from=RUN@STEP, which continues everything"
+    ),
     "--batch-size": "use --device-batch-size for the rows per forward pass of one process, or --total-batch-size for "
     "the tokens per step of all processes",
     **dict.fromkeys(
@@ -592,6 +611,7 @@ def add_flags(parser: Parser, without: Sequence[str] = (), *, listed: bool = Tru
     for group in reversed(Settings.__bases__):
         _add_group(parser, group, without, listed)
     parser.brings = ("order", partial(_add_order, parser, listed))
+    parser.inherits = inherited_flags
     return parser
 
 
@@ -661,10 +681,29 @@ def flags_of_run(config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def inherited_flags(given: Sequence[str]) -> dict[str, Any]:
+    """The flags that a fork takes from its parent's config.json or, once it has begun, from its own;
+    {} without --fork-from. ValueError or FileNotFoundError if the parent cannot be found."""
+    name = value_of(given, "--fork-from")
+    if name is None:
+        return {}
+    tag = value_of(given, "--model-tag")
+    if tag is not None and value_of(given, "--resume") != "scratch":
+        own = run_path(tag)
+        if (own / CONFIG_NAME).is_file():
+            return flags_of_run(read_config(own))
+    parent, _ = find_run_at(name)
+    flags = flags_of_run(read_config(parent))
+    return {name: value for name, value in flags.items() if name not in OF_ONE_RUN}
+
+
 def from_flags(args: argparse.Namespace) -> Settings:
     """The settings of a parsed command line. ValueError or FileNotFoundError for invalid values."""
     kind = settings_class(args.order)
-    return kind(**kind.of_flags(vars(args)))
+    values = kind.of_flags(vars(args))
+    if args.fork_from is not None:
+        values["fork"] = {"named": args.named}
+    return kind(**values)
 
 
 # ---- a later launch -----------------------------------------------------------------------------
@@ -684,7 +723,8 @@ def resume_settings(
     fits = True  # whether the run's weights fit the settings of the command
     for name, f in known.items():
         before, after = getattr(then, name), now[name]
-        if f.metadata.get("auto") and after == f.default:
+        is_automatic = f.metadata.get("auto") and after == f.default
+        if is_automatic or name == "fork":
             now[name] = after = before
         if name == "curriculum":  # compare its effect, not its notation
             before, after = (mix and mix.identity() for mix in (then.mix, command.mix))

@@ -126,7 +126,12 @@ class History:
             return
         source = self.sources[bucket]
         order = open_order(
-            source.groups, source.means, small=source.small, bucket=bucket, config=self.config
+            source.groups,
+            source.means,
+            small=source.small,
+            bucket=bucket,
+            config=self.config,
+            joined=source.joined,
         )
         max_epochs = self.config.epochs(bucket)
         epochs = itertools.count() if max_epochs == 0 else range(max_epochs)

@@ -26,6 +26,7 @@ A permutation is the argsort of random numbers keyed by (seed, bucket, epoch, gr
 
 import bisect
 import functools
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
@@ -121,6 +122,9 @@ class StreamConfig:
     max_epochs: int = 0  # passes over a bucket, 0 = unlimited; a curriculum has its own limits
     curriculum: Curriculum | None = None
     packer_version: int = StreamSettings.packer_version
+    # tokens of a document that count when shares are cut; None: what this packing's rows hold. 0: all
+    # of them. A fork keeps its parent's, so that its lanes continue in their shares
+    share_limit: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("T", "V", "buffer_size", "unit_size"):
@@ -149,6 +153,8 @@ class StreamConfig:
     def identity(self) -> dict[str, Any]:
         """All settings as JSON values: with equal identities, the same data gives the same stream."""
         identity = asdict(replace(self, curriculum=None))
+        if self.share_limit is None:
+            del identity["share_limit"]
         if self.curriculum is not None:
             identity["curriculum"] = self.curriculum.identity()
         return identity
@@ -167,6 +173,13 @@ class StreamConfig:
     def new_packer(self) -> Packer:
         """An empty packer of this layout."""
         return LAYOUTS[self.layout].of(self)
+
+    @property
+    def tokens_in_shares(self) -> int | None:
+        """How many tokens of a document count when shares are cut; None: all of them."""
+        if self.share_limit is not None:
+            return self.share_limit or None
+        return self.new_packer().max_tokens
 
     def fill_target(self, row: int) -> int:
         """How many documents should be pending before row `row` of a lane is packed.
@@ -270,8 +283,8 @@ class Order:
         self.counts = counts
         self.sizes = sizes
         # shares have about equal numbers of tokens, counting only what rows can hold
-        longest = config.new_packer().max_tokens or means.max()
-        self.means = np.minimum(means, longest)
+        limit = config.tokens_in_shares or int(means.max())
+        self.means = np.minimum(means, limit)
         # units of single documents; a lane reads about as many as its packer wants
         in_share = int(counts.sum()) // self.V
         self.batch = max(1, min(config.unit_size // 4, in_share // UNITS))
@@ -321,6 +334,10 @@ class Order:
         """
         raise NotImplementedError
 
+    def unit_end(self, epoch: int, place: int, stop: int) -> int:
+        """The place after the unit that begins at a place, and ends at `stop` at the latest."""
+        raise NotImplementedError
+
     def unit(self, epoch: int, place: int, stop: int) -> UnitRows:
         """The unit that begins at a place and ends before the place `stop`."""
         raise NotImplementedError
@@ -343,9 +360,13 @@ class SmallOrder(Order):
         place = int(np.flatnonzero(self._epoch(epoch).items == number)[0])
         return self.lane_of(epoch, place), place
 
+    def unit_end(self, epoch: int, place: int, stop: int) -> int:
+        """See `Order.unit_end`."""
+        return min(place + self.batch, stop)
+
     def unit(self, epoch: int, place: int, stop: int) -> UnitRows:
         """See `Order.unit`."""
-        end = min(place + self.batch, stop)
+        end = self.unit_end(epoch, place, stop)
         numbers = self._epoch(epoch).items[place:end]
         groups = np.searchsorted(self.first, numbers, side="right") - 1
         return UnitRows(groups, numbers - self.first[groups], 0)
@@ -375,6 +396,13 @@ class LargeOrder(Order):
         place = int(places[at]) + row
         return self.lane_of(epoch, place), place
 
+    def unit_end(self, epoch: int, place: int, stop: int) -> int:
+        """See `Order.unit_end`."""
+        items, places, _ = self._epoch(epoch)
+        at = int(np.searchsorted(places, place, side="right")) - 1
+        size = int(self.sizes[items[at]])
+        return min(place + size, int(places[at + 1]), stop)
+
     def unit(self, epoch: int, place: int, stop: int) -> UnitRows:
         """See `Order.unit`."""
         items, places, _ = self._epoch(epoch)
@@ -384,22 +412,162 @@ class LargeOrder(Order):
         first_place = int(places[at])
         begin = place - first_place
         last = min(int(self.counts[group]), stop - first_place)
-        end = min(begin + int(self.sizes[group]), last)
+        end = self.unit_end(epoch, place, stop) - first_place
         # permute the unit by a random number per document
         drawn = self._words(int(self.counts[group]), *self.key, epoch, group)
         rows = begin + np.argsort(drawn[begin:end], kind="stable")
         return UnitRows(np.full(len(rows), group), rows, last)
 
 
+class Joined(NamedTuple):
+    """Files that have joined a bucket, because a fork named more of them."""
+
+    first_group: int  # of these files
+    small: bool  # whether their documents are shuffled one by one; see `nanochat.sources.Source`
+    begins: list[list[int]]  # for each lane: the epoch and place that it had reached
+
+
+class JoinedUnits(NamedTuple):
+    """The units that a lane reads in an epoch of a `JoinedOrder`, in their order."""
+
+    ends: np.ndarray  # (n,) int64: documents read up to the end of each
+    parts: np.ndarray  # (n,) uint8: 0 for the earlier files, 1 for those that joined
+    places: np.ndarray  # (n,) int64: where each begins, in the order of its part
+
+
+class JoinedOrder(Order):
+    """A bucket that files have joined, because a fork named more of them.
+
+    Each part keeps an order of its own. A lane continues where it was in the earlier files, so what
+    it has read stays read, and reads its share of the new ones in between: the next unit comes from
+    either part with a probability proportional to what is left of it.
+    """
+
+    def __init__(
+        self,
+        before: Order,
+        added: Order,
+        first_group: int,
+        begins: Sequence[Sequence[int]],
+    ):
+        """first_group: number of the first group of the files that joined. begins: for each lane,
+        the (epoch, place) that it had reached in the order `before`."""
+        self.before = before
+        self.added = added
+        self.first_group = first_group
+        self.begins = begins
+        self.V = before.V
+        self.key = added.key
+        self.batch = max(before.batch, added.batch)
+        self._units = functools.lru_cache(2 * self.V)(self._new_units)
+
+    def _shares(self, lane: int, epoch: int) -> tuple[range, range]:
+        """The places of both parts that a lane reads in an epoch."""
+        of_before = self.before.share(lane, epoch)
+        of_added = self.added.share(lane, epoch)
+        begin_epoch, begin = self.begins[lane]
+        if epoch < begin_epoch:  # before the fork
+            of_added = range(0)
+        elif epoch == begin_epoch:
+            of_before = range(begin, of_before.stop)
+        return of_before, of_added
+
+    def _lengths(self, epoch: int) -> np.ndarray:
+        """(V + 1,) int64: the places before each lane's share, in the order of lanes."""
+        lengths = [sum(map(len, self._shares(lane, epoch))) for lane in range(self.V)]
+        return _running(np.array(lengths))
+
+    def share(self, lane: int, epoch: int) -> range:
+        """See `Order.share`."""
+        first, stop = self._lengths(epoch)[lane : lane + 2].tolist()
+        return range(first, stop)
+
+    def lane_of(self, epoch: int, place: int) -> int:
+        """See `Order.lane_of`."""
+        return int(np.searchsorted(self._lengths(epoch), place, side="right")) - 1
+
+    def _new_units(self, lane: int, epoch: int) -> JoinedUnits:
+        """Draw the order in which a lane reads the units of both parts."""
+        shares = self._shares(lane, epoch)
+        orders = (self.before, self.added)
+        at = [share.start for share in shares]
+        drawn = words(sum(map(len, shares)) or 1, *self.key, "join", epoch, lane)
+        ends: list[int] = []
+        parts: list[int] = []
+        places: list[int] = []
+        done = 0
+        while any(at[part] < shares[part].stop for part in (0, 1)):
+            left = [share.stop - place for share, place in zip(shares, at)]
+            part = int(int(drawn[len(ends)]) * sum(left) >= left[0] << 64)
+            end = orders[part].unit_end(epoch, at[part], shares[part].stop)
+            done += end - at[part]
+            ends.append(done)
+            parts.append(part)
+            places.append(at[part])
+            at[part] = end
+        return JoinedUnits(np.array(ends), np.array(parts, np.uint8), np.array(places))
+
+    def lane_and_place(self, epoch: int, group: int, row: int) -> tuple[int, int]:
+        """See `Order.lane_and_place`. A document that was read before the fork has no place: -1."""
+        part = int(group >= self.first_group)
+        order = (self.before, self.added)[part]
+        lane, wanted = order.lane_and_place(epoch, group - part * self.first_group, row)
+        units = self._units(lane, epoch)
+        numbers = np.flatnonzero((units.parts == part) & (units.places <= wanted))
+        if not len(numbers):
+            return lane, -1
+        number = int(numbers[-1])
+        begin = int(units.ends[number - 1]) if number else 0
+        within = wanted - int(units.places[number])
+        return lane, self.share(lane, epoch).start + begin + within
+
+    def _unit_at(self, epoch: int, place: int) -> tuple[int, int, int]:
+        """(part, place in its order, end in its order) of the unit that begins at a place."""
+        lane = self.lane_of(epoch, place)
+        ends, parts, places = self._units(lane, epoch)
+        begin = place - self.share(lane, epoch).start
+        number = int(np.searchsorted(ends, begin, side="right"))
+        first = int(places[number])
+        return int(parts[number]), first, first + int(ends[number]) - begin
+
+    def unit_end(self, epoch: int, place: int, stop: int) -> int:
+        """See `Order.unit_end`."""
+        _, first, end = self._unit_at(epoch, place)
+        return min(place + end - first, stop)
+
+    def unit(self, epoch: int, place: int, stop: int) -> UnitRows:
+        """See `Order.unit`."""
+        part, first, end = self._unit_at(epoch, place)
+        if part == 0:
+            return self.before.unit(epoch, first, end)
+        groups, rows, keep = self.added.unit(epoch, first, end)
+        return UnitRows(groups + self.first_group, rows, keep)
+
+
 def open_order(
-    documents: np.ndarray, means: np.ndarray, *, small: bool, bucket: str, config: StreamConfig
+    documents: np.ndarray,
+    means: np.ndarray,
+    *,
+    small: bool,
+    bucket: str,
+    config: StreamConfig,
+    joined: Sequence[Joined] = (),
 ) -> Order:
     """The order of a bucket.
 
-    documents, means (G,) int64: see `fed_lanes`. `small`: see `nanochat.sources.Source`.
+    documents, means (G,) int64: see `fed_lanes`. `small`: see `nanochat.sources.Source`. `joined`:
+    the files that joined the bucket, in the order of the forks that named them.
     """
+    ends = [*(part.first_group for part in joined), len(documents)]
     kind = SmallOrder if small else LargeOrder
-    return kind(documents, means, bucket=bucket, config=config)
+    order: Order = kind(documents[: ends[0]], means[: ends[0]], bucket=bucket, config=config)
+    for number, (part, stop) in enumerate(zip(joined, ends[1:]), start=1):
+        groups = slice(part.first_group, stop)
+        kind = SmallOrder if part.small else LargeOrder
+        name = f"{bucket} joined {number}"
+        added = kind(documents[groups], means[groups], bucket=name, config=config)
+        order = JoinedOrder(order, added, part.first_group, part.begins)
+    return order
 
 
 def _running(counts: np.ndarray) -> np.ndarray:

@@ -182,6 +182,7 @@ class Lengths:
         self.groups = source.groups
         self.means = source.means
         self.small = source.small
+        self.joined = source.joined
         self.fingerprint = source.fingerprint
         self.locate = source.locate
         # targets that are off make no difference to lengths
@@ -425,7 +426,12 @@ def _sample(config: StreamConfig, bucket: str, lengths: Lengths, rows: int) -> d
         lane=0,
         source=lengths,  # type: ignore[arg-type]
         order=open_order(
-            lengths.groups, lengths.means, small=lengths.small, bucket=bucket, config=config
+            lengths.groups,
+            lengths.means,
+            small=lengths.small,
+            bucket=bucket,
+            config=config,
+            joined=lengths.joined,
         ),
         pool=None,
     )

@@ -85,6 +85,7 @@ class LaneOrder:
             pack=settings.pack,
             packer_version=settings.packer_version,
             curriculum=settings.mix,
+            share_limit=(settings.fork or {}).get("share_limit"),
         )
 
     def settle(

@@ -164,6 +164,7 @@ def resolve(
 def _horizon(settings: Settings, model: GPT) -> Horizon:
     """How long a run of this model is, its batch size, and how rates scale with them."""
     reference = build_model(settings, REFERENCE_DEPTH)
+    fork = settings.fork or {}
     scaling_params, reference_params = [
         sum(m.num_scaling_params()[part] for part in ("transformer_matrices", "lm_head"))
         for m in (model, reference)
@@ -178,7 +179,9 @@ def _horizon(settings: Settings, model: GPT) -> Horizon:
         scaling_params=scaling_params,
         reference_scaling_params=reference_params,
         flops_per_token=model.estimate_flops(),
-        curriculum_tokens=settings.curriculum_tokens,
+        curriculum_tokens=settings.curriculum_end,
+        first_step=fork.get("step", 0),
+        first_tokens=fork.get("tokens", 0),
     )
 
 
@@ -197,7 +200,7 @@ def _lanes_fed(settings: Settings, train: Mapping[str, Manifest]) -> int:
 
 def _check_budget(settings: Settings, horizon: Horizon) -> None:
     """ValueError if a curriculum is longer or shorter than the run."""
-    budget, total = settings.curriculum_tokens, horizon.total_tokens
+    budget, total = settings.curriculum_end, horizon.total_tokens
     fits = abs(total - budget) <= horizon.total_batch_size
     if fits or settings.allow_budget_mismatch:
         return

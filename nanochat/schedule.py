@@ -63,11 +63,15 @@ class Horizon:
     total_batch_size: int  # tokens per step
     batch_lr_scale: float  # multiplies every base learning rate
     weight_decay_scaled: float
+    # of a fork: steps and tokens of its parent, at the fork
+    first_step: int = 0
+    first_tokens: int = 0
 
     @property
     def total_tokens(self) -> int:
-        """Tokens that the whole run trains on."""
-        return self.num_iterations * self.total_batch_size
+        """Tokens that the whole run trains on, with those of a fork's parent."""
+        steps = self.num_iterations - self.first_step
+        return self.first_tokens + steps * self.total_batch_size
 
 
 def resolve_horizon(
@@ -82,39 +86,50 @@ def resolve_horizon(
     reference_scaling_params: int,
     flops_per_token: float,
     curriculum_tokens: int = 0,
+    first_step: int = 0,
+    first_tokens: int = 0,
 ) -> Horizon:
     """Compute steps, batch size and scaling from arguments named like flags. A horizon of -1 is
     off, and a batch size of -1 is automatic. The first horizon that is set applies: iterations,
     FLOPs, curriculum, data:parameter ratio. Raises a ValueError that names the flag.
 
     scaling_params: parameters in the model's transformer matrices and output head.
-    reference_scaling_params: those of the same model at REFERENCE_DEPTH. curriculum_tokens: the
-    length of all phases (0: no curriculum).
+    reference_scaling_params: those of the same model at REFERENCE_DEPTH. curriculum_tokens: where
+    all phases end (0: no curriculum). first_step, first_tokens: of a fork, see `Horizon`; the
+    targets include them.
     """
     size_ratio = scaling_params / reference_scaling_params
     total_batch_size = _batch_tokens(total_batch_size, sequence_len, size_ratio)
     ratio_tokens = int(target_param_data_ratio * scaling_params)
     horizons = (
-        _Target("--num-iterations", num_iterations, 1),
-        _Target("--target-flops", target_flops, flops_per_token * total_batch_size),
-        _Target("--curriculum", curriculum_tokens, total_batch_size),
-        _Target("--target-param-data-ratio", ratio_tokens, total_batch_size),
+        _Target("--num-iterations", num_iterations, 1, first_step),
+        _Target(
+            "--target-flops",
+            target_flops,
+            flops_per_token * total_batch_size,
+            flops_per_token * first_tokens,
+        ),
+        _Target("--curriculum", curriculum_tokens, total_batch_size, first_tokens),
+        _Target("--target-param-data-ratio", ratio_tokens, total_batch_size, first_tokens),
     )
     batch_lr_scale = math.sqrt(total_batch_size / REFERENCE_BATCH_TOKENS)
     return Horizon(
-        num_iterations=_num_steps(horizons, total_batch_size),
+        num_iterations=first_step + _num_steps(horizons, total_batch_size, first_step),
         total_batch_size=total_batch_size,
         batch_lr_scale=batch_lr_scale,
         weight_decay_scaled=weight_decay * batch_lr_scale / size_ratio,
+        first_step=first_step,
+        first_tokens=first_tokens,
     )
 
 
 class _Target(NamedTuple):
-    """How long to train: until steps add up to `total`."""
+    """How long to train: until `done` and the steps add up to `total`."""
 
     flag: str
     total: float  # steps, FLOPs or tokens; 0 or less: not set
     per_step: float
+    done: float  # of `total`, by a fork's parent
 
 
 def _batch_tokens(total_batch_size: int, sequence_len: int, size_ratio: float) -> int:
@@ -133,8 +148,8 @@ def _batch_tokens(total_batch_size: int, sequence_len: int, size_ratio: float) -
     return total_batch_size
 
 
-def _num_steps(targets: Sequence[_Target], total_batch_size: int) -> int:
-    """The number of steps that the first target that is set asks for. ValueError if none is set, or
+def _num_steps(targets: Sequence[_Target], total_batch_size: int, first_step: int) -> int:
+    """The number of further steps that the first target that is set asks for. ValueError if none is set, or
     if it asks for no step or too many."""
     chosen = next((target for target in targets if target.total > 0), None)
     if chosen is None:
@@ -143,9 +158,14 @@ def _num_steps(targets: Sequence[_Target], total_batch_size: int) -> int:
             "--target-param-data-ratio to a positive number"
         )
     if chosen.flag == "--target-flops":
-        steps = round(chosen.total / chosen.per_step)
+        steps = round((chosen.total - chosen.done) / chosen.per_step)
     else:
-        steps = int(chosen.total // chosen.per_step)
+        steps = int((chosen.total - chosen.done) // chosen.per_step)
+    if steps < 1 and first_step:
+        raise ValueError(
+            f"{chosen.flag}: a run of this length ends at step {first_step} of its parent or before; name "
+            f"more steps with --num-iterations, or an earlier step with --fork-from=RUN@STEP"
+        )
     if steps < 1:
         raise ValueError(
             f"{chosen.flag}: the horizon is less than one step of {total_batch_size:,} tokens; lower "
@@ -182,6 +202,12 @@ class ScheduleSettings:
         most=1,
         decides=Decides.STEP,
     )
+    warmdown_steps: int = setting(
+        -1,
+        "steps over which learning rates fall, in place of --warmdown-ratio; -1: not set",
+        least=0,
+        decides=Decides.STEP,
+    )
     final_lr_frac: float = setting(
         0.05,
         "learning rates at the end, as a fraction of the full rates",
@@ -208,14 +234,16 @@ class Schedule(ScheduleSettings):
         return cls(num_iterations, peak_weight_decay=peak_weight_decay, **chosen)
 
     @property
-    def warmdown_steps(self) -> int:
+    def falls_for(self) -> int:
         """Steps over which the learning rate falls to its final fraction."""
+        if self.warmdown_steps >= 0:
+            return self.warmdown_steps
         return round(self.warmdown_ratio * self.num_iterations)
 
     def _warmdown(self, step: int) -> float:
         """Progress of the warmdown: at most 0 before it, 1 at the end of the run."""
-        start = self.num_iterations - self.warmdown_steps
-        return (step - start) / self.warmdown_steps if self.warmdown_steps else 0.0
+        start = self.num_iterations - self.falls_for
+        return (step - start) / self.falls_for if self.falls_for else 0.0
 
     def lr(self, step: int) -> float:
         """The multiplier of every learning rate: linear warmup, constant, linear warmdown."""

@@ -49,6 +49,7 @@ from nanochat.common import (
     read_json,
 )
 from nanochat.files import BUCKET, DataPath, data_at, list_files
+from nanochat.order import Joined
 from nanochat.prepare import TextFile, prepare
 from nanochat.rows import Document
 from nanochat.text import (
@@ -121,13 +122,24 @@ class Source:
         self.bos = tokenizer.get_bos_token_id()
         self.fingerprint = fingerprint(manifest)
         self.groups, self.means = counts_and_means(manifest)
-        self.small = (
-            int(self.groups @ self.means) <= SMALL_TOKENS
-            and int(self.groups.sum()) <= SMALL_DOCUMENTS
-        )
         self.paths = [place_of(manifest, entry) for entry in files]
         self._first_group = np.cumsum([0, *(len(e["groups"]) for e in files)])
+        self.joined = self._find_joined(manifest.get("joined", []))
+        self.small = self._is_small(0, self.joined[0].first_group if self.joined else None)
         self.without = self._find_without(manifest.get("without", {}))
+
+    def _is_small(self, first_group: int, stop: int | None) -> bool:
+        """Whether the documents of these groups are shuffled one by one."""
+        documents, means = self.groups[first_group:stop], self.means[first_group:stop]
+        return int(documents @ means) <= SMALL_TOKENS and int(documents.sum()) <= SMALL_DOCUMENTS
+
+    def _find_joined(self, parts: Sequence[Mapping[str, Any]]) -> list[Joined]:
+        """The files that joined the bucket in forks; see `nanochat.fork.join`."""
+        firsts = [int(self._first_group[part["files"]]) for part in parts]
+        joined = []
+        for part, first, stop in zip(parts, firsts, [*firsts[1:], None]):
+            joined.append(Joined(first, self._is_small(first, stop), part["begins"]))
+        return joined
 
     def _find_without(self, rows_by_file: Mapping[str, list[int] | None]) -> dict[int, np.ndarray]:
         """{group: (documents,) bool}: the documents whose targets are masked
@@ -352,6 +364,11 @@ def prepared(manifests: Mapping[str, Mapping[str, Manifest]], *, strict: bool = 
     return ready
 
 
+def pins_of(entry: Mapping[str, Any]) -> list[Any]:
+    """What a file must keep for a run to read it: size, hash, groups, tokens."""
+    return [entry["size"], entry["footer"], entry["groups"], entry.get("tokens")]
+
+
 def is_prepared(entry: Mapping[str, Any]) -> bool:
     """Whether a run reads a file as prepared parquet."""
     return "parquet" in entry
@@ -444,7 +461,7 @@ def fingerprint(manifest: Manifest) -> str:
     for entry in manifest["files"]:
         size, footer = entry.get("written", (entry["size"], entry["footer"]))
         pins.append([size, footer, entry["groups"], entry.get("tokens")])
-    return hash_json(pins + Selection.of(manifest).hashed())
+    return hash_json(pins + manifest.get("joined", []) + Selection.of(manifest).hashed())
 
 
 def check_files(

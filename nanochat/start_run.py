@@ -41,6 +41,7 @@ import torch
 from nanochat.attention import activate_kernel, check_mode
 from nanochat.checkpoint import (
     Checkpoint,
+    adopt,
     find_checkpoint,
     first_good,
     list_checkpoints,
@@ -67,6 +68,14 @@ from nanochat.dist import (
     versions,
 )
 from nanochat.files import data_at, default_data_path
+from nanochat.fork import (
+    Parent,
+    branch_off,
+    continue_cursors,
+    files_of_fork,
+    find_parent,
+    first_checkpoint,
+)
 from nanochat.plan import rehearse
 from nanochat.run_dir import (
     CONFIG_NAME,
@@ -97,12 +106,10 @@ from nanochat.sources import (
 )
 from nanochat.steps import Progress
 from nanochat.stream import (
-    carry_on,
     open_stream,
     reading_notes,
     refuse_cropping,
     sample_lengths,
-    stream_identity,
 )
 from nanochat.tokenizer import Tokenizer, get_tokenizer
 
@@ -127,9 +134,10 @@ class Start:
     checkpoint: Checkpoint | None  # the run's own; None for step 0
     # of another run: the one that --init-from names, for a new run at step 0
     origin: Checkpoint | None
+    # the run that --fork-from names, if this one has no checkpoint of its own yet
+    parent: Parent | None
     # where the data continues, None for the beginning of the data
     cursors: list[dict[str, Any]] | None
-    skip: int  # number of steps whose rows `find_data` skips from there
     notices: Mapping[str, str]  # {changed setting: effect of the change}
     manifests: Manifests  # the files of a new run with --order=lanes, else {}
     # newest event of each name; "completed" only if the last launch logged it
@@ -139,6 +147,12 @@ class Start:
     def step(self) -> int:
         """Number of steps done."""
         return 0 if self.checkpoint is None else self.checkpoint.step
+
+    @property
+    def skip(self) -> int:
+        """Number of steps whose rows `find_data` skips."""
+        begins = self.checkpoint is None or self.parent is not None
+        return self.settings.skip_steps if begins else 0
 
     @property
     def steps_to_read(self) -> int:
@@ -304,23 +318,28 @@ def _inspect(run_dir: Path, settings: Settings, device: torch.device) -> Start:
         config = read_config(run_dir)
         settings, notices = resume_settings(config, settings, run_dir=run_dir)
     checkpoint = None if scratch else _own_checkpoint(run_dir, settings.resume)
-    origin = None
-    if settings.init_from is not None and checkpoint is None:
-        origin = _find_origin(settings.init_from, config.get("origin"))
-    if origin is not None and settings.init_data == "continue" and settings.lanes == -1:
-        settings = replace(settings, lanes=origin.cursors[0]["stream"]["V"])
+    origin = parent = None
+    if checkpoint is None:
+        _check_beginning(run_dir, settings, config)
+        if settings.init_from is not None:
+            origin = _find_origin(settings.init_from, config.get("origin"))
+        if settings.fork_from is not None:
+            parent = find_parent(settings.fork_from)
+            settings = branch_off(settings, parent)
     order = order_of(settings)
-    manifests = {} if config or not order.feeds_lanes else order.pin(settings)
+    is_new = not config and parent is None
+    manifests = order.pin(settings) if is_new and order.feeds_lanes else {}
     settings, horizon, model_config = resolve(
         settings,
         get_compute_dtype(device, settings.dtype),
         device_memory(device, settings.world_size),
         manifests.get("train"),
     )
+    if parent is not None:
+        checkpoint = first_checkpoint(parent, settings, model_config)
     if (loaded := checkpoint or origin) is not None:
         loaded.check_tokenizer(settings.tokenizer_fingerprint)
         loaded.check_architecture(vars(model_config))
-    continued = checkpoint or (origin if settings.init_data == "continue" else None)
     start = Start(
         run_dir=run_dir,
         settings=settings,
@@ -328,8 +347,8 @@ def _inspect(run_dir: Path, settings: Settings, device: torch.device) -> Start:
         config=config,
         checkpoint=checkpoint,
         origin=origin,
-        cursors=None if continued is None else continued.cursors,
-        skip=settings.skip_steps if checkpoint is None else 0,
+        parent=parent,
+        cursors=None if checkpoint is None else checkpoint.cursors,
         notices=notices,
         manifests=manifests,
         events=newest_events(run_dir, checkpoint.step if checkpoint else 0) if config else {},
@@ -337,6 +356,20 @@ def _inspect(run_dir: Path, settings: Settings, device: torch.device) -> Start:
     return replace(
         start, settings=order.settle(settings, horizon, start.cursors, start.steps_to_read)
     )
+
+
+def _check_beginning(run_dir: Path, settings: Settings, config: Mapping[str, Any]) -> None:
+    """ValueError if a run cannot begin as its settings say."""
+    if config.get("init_data") == "continue":
+        raise ValueError(
+            f"{run_dir}: older code began this run with --init-data=continue, and it has no checkpoint "
+            f"yet; begin again with --fork-from=RUN@STEP and --model-tag=NAME"
+        )
+    if settings.skip_steps and settings.fork_from is None and not config:
+        raise ValueError(
+            f"--skip-steps={settings.skip_steps}: applies only to a fork; name the run, and the step "
+            f"before the rows to skip, with --fork-from=RUN@STEP"
+        )
 
 
 def _own_checkpoint(run_dir: Path, resume: str) -> Checkpoint | None:
@@ -416,7 +449,9 @@ def find_data(start: Start, tokenizer: Tokenizer, rank: int = 0) -> Run:
     def pinned() -> Manifests:
         """The manifests of a new run, or those of an existing run after a check of its files."""
         if not start.config or not (manifests := read_manifests(start.run_dir / DATA_MANIFEST)):
-            return order_of(settings).pin(settings)
+            if start.parent is None:
+                return order_of(settings).pin(settings)
+            return files_of_fork(start.parent, settings)
         if settings.without_documents is not None and as_path(settings.without_documents).is_file():
             bare = {
                 bucket: {k: v for k, v in manifest.items() if k != "without"}
@@ -449,38 +484,30 @@ def find_data(start: Start, tokenizer: Tokenizer, rank: int = 0) -> Run:
     data = on_all_ranks(opened)
     cursors = on_rank0(lambda: _first_cursors(start, data))
     fields = {field.name: getattr(start, field.name) for field in dataclasses.fields(start)}
-    return Run(**{**fields, "cursors": cursors, "skip": 0}, data=data)
+    return Run(**{**fields, "cursors": cursors}, data=data)
 
 
 def _first_cursors(start: Start, data: RunData) -> list[dict[str, Any]] | None:
     """Where this launch begins to read: the cursors of all lanes, or None for the beginning of the
-    data. For --init-data=continue, they come from the other run; for --skip-steps, the skipped rows
-    are packed here. ValueError if the data or the other run does not fit the settings."""
+    data. A fork continues its parent's, and for --skip-steps, the skipped rows are packed here.
+    ValueError if the data or the parent does not fit the settings."""
     settings = start.settings
     config = stream_config(start.settings)
-    fingerprint = data.tokenizer.fingerprint
     order_of(settings).check(settings, data.train)
-    if start.checkpoint is not None or (start.cursors is None and start.skip == 0):
-        return start.cursors
-    cursors, rows = start.cursors, settings.total_batch_size // settings.max_seq_len // config.V
-    try:
-        if cursors is not None:
-            cursors = carry_on(cursors, stream_identity(config, data.train, fingerprint))
-        stream = open_stream(
-            config,
-            data.train,
-            range(config.V),
-            tokenizer=fingerprint,
-            cursors=cursors,
-            drop_dry=settings.allow_bucket_exhaustion,
-        )
-    except ValueError as e:
-        if start.cursors is None:
-            raise
-        raise ValueError(
-            f"--init-data=continue: {e}, or start at the beginning of the data with "
-            f"--init-data=fresh"
-        ) from e
+    cursors = start.cursors
+    if start.parent is not None:
+        cursors = continue_cursors(start.parent, settings, config, data)
+    if start.parent is None and start.skip == 0:
+        return cursors
+    stream = open_stream(  # ValueError if the cursors do not fit
+        config,
+        data.train,
+        range(config.V),
+        tokenizer=data.tokenizer.fingerprint,
+        cursors=cursors,
+        drop_dry=settings.allow_bucket_exhaustion,
+    )
+    rows = settings.total_batch_size // settings.max_seq_len // config.V
     with contextlib.closing(stream):
         for _ in range(start.skip):
             check_stop()
@@ -514,7 +541,7 @@ def after_halt(tag: str, *, all_dry: bool) -> str:
     )
     return (
         f"{others}start a new run with {'more data' if all_dry else 'a different curriculum'} (--model-tag=NAME "
-        f"--init-from={tag} --init-data=continue)"
+        f"--fork-from={tag})"
     )
 
 
@@ -555,7 +582,10 @@ def begin_run(run: Run, guard: Guard) -> None:
             run_dir / CONFIG_NAME,
             {**settings.to_json(), **origin, "derived": derive(settings, run.horizon)},
         )
-    if run.checkpoint is None and run.cursors is not None:
+    if run.parent is not None:
+        assert run.checkpoint is not None and run.cursors is not None
+        adopt(replace(run.checkpoint, cursors=run.cursors), run_dir)
+    elif run.checkpoint is None and run.cursors is not None:
         keep_cursors(run_dir, 0, pack_cursors(0, run.cursors))
 
 

@@ -568,32 +568,6 @@ def check_cursors(
         )
 
 
-def carry_on(cursors: Sequence[Cursor], identity: Mapping[str, Any]) -> list[Cursor]:
-    """Turn another run's cursors into those of a new run that continues where the other stopped.
-
-    No data is repeated. If the curriculum differs, each bucket continues where it was, rows are
-    counted from 0, and new buckets start from their beginning.
-    """
-    continued = []
-    for cursor in cursors:
-        theirs = cursor["stream"]
-        if theirs.get("curriculum") == identity.get("curriculum"):
-            continued.append(cursor)
-            continue
-
-        # A new curriculum may change the identity in two points: itself, and which buckets there
-        # are. All else must be equal, which `check_cursors` will check.
-        in_one_only = theirs.keys() ^ identity.keys()
-        changed = {"curriculum", *(name for name in in_one_only if name.startswith("data "))}
-        stream = {name: value for name, value in theirs.items() if name not in changed}
-        stream |= {name: value for name, value in identity.items() if name in changed}
-
-        feeds = cursor["buckets"].items()
-        buckets = {bucket: feed for bucket, feed in feeds if f"data {bucket}" in identity}
-        continued.append({**cursor, "stream": stream, "buckets": buckets, "row": 0, "dropped": []})
-    return continued
-
-
 # ---- lanes ---------------------------------------------------------------------------------------
 
 
@@ -639,7 +613,12 @@ class Stream:
         self.feeds: dict[str, dict[int, Feed]] = {}
         for bucket, source in sources.items():
             order = open_order(
-                source.groups, source.means, small=source.small, bucket=bucket, config=config
+                source.groups,
+                source.means,
+                small=source.small,
+                bucket=bucket,
+                config=config,
+                joined=source.joined,
             )
             new_feed = partial(
                 feed, config, bucket=bucket, source=source, order=order, pool=self.pool

@@ -148,7 +148,7 @@ def make_model(
     if source is not None:
         # rank 0 reads, so other machines need no access to the files
         on_all_ranks(lambda: source.load_weights(model) if is_rank0 else None)
-        if start.checkpoint is not None or settings.init_optimizer:
+        if start.checkpoint is not None:
             optimizer.load_state(on_all_ranks(lambda: source.optimizer_state() if is_rank0 else {}))
     # also new weights: their bits depend on a processor's instructions
     for tensor in model.state_dict().values():

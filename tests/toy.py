@@ -18,7 +18,7 @@ from hypothesis import settings
 
 from nanochat.common import block
 from nanochat.dataloader import DataLoader
-from nanochat.order import StreamConfig
+from nanochat.order import Joined, StreamConfig
 from nanochat.rows import Document, Row
 from nanochat.stream import Cursor, Stream
 
@@ -82,6 +82,7 @@ class MemorySource:
             [max(1, sum(map(len, group)) // max(1, len(group))) for group in groups], np.int64
         )
         self.small = small
+        self.joined: list[Joined] = []
         self.reads: list[tuple[int, list[int]]] = []
 
     def read(self, group: int, rows: np.ndarray, keep: int = 0) -> list[Document]:

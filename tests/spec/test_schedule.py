@@ -146,14 +146,12 @@ def test_in_short_runs_rates_are_bounded_rise_fall_and_never_jump(steps, warmup,
     assert all(
         0.85 <= s.momentum(i) <= 0.97 and 0 <= s.weight_decay(i) <= 1 for i in range(steps + 1)
     )
-    if s.warmdown_steps:
+    if s.falls_for:
         assert rates[-1] <= frac + 1e-12
     peak = rates.index(max(rates))
     changes = [b - a for a, b in pairwise(rates)]  # with a tolerance for rounding
     assert all(c > -1e-12 for c in changes[:peak]) and all(c < 1e-12 for c in changes[peak:])
-    slope = max(
-        1 / warmup if warmup else 0, (1 - frac) / s.warmdown_steps if s.warmdown_steps else 0
-    )
+    slope = max(1 / warmup if warmup else 0, (1 - frac) / s.falls_for if s.falls_for else 0)
     assert all(abs(change) <= slope + 1e-12 for change in changes), "no jumps"
 
 

@@ -1,0 +1,424 @@
+"""
+Forks: a new run that continues another one from any step, and differs from it in nothing but what
+its command line changes.
+
+    parent   0 ------- 500 ------- 1000 ...
+    child              500 ------- 1000 ...    --fork-from=parent@500 --model-tag=child --matrix-lr=0.01
+
+A fork is a run directory whose first checkpoint is the parent's. It takes over everything: weights,
+optimizer state, position in the schedule, cursors, counters, random states. Then it resumes like
+any other run, and its steps are numbered on. So a fork that changes nothing repeats its parent bit
+for bit, and deleting the parent does no harm.
+
+    flags       the parent's config.json is read like a --config file; the command line follows it
+    settings    `branch_off` refuses what cannot change, and records what does
+    files       `join_files`: those that the parent reads stay pinned, further ones join
+    cursors     `continue_cursors`: each bucket continues where it was
+
+**What may change.** Everything but the shape of the model, its tokenizer, the lanes, the seed, and
+how documents are selected. With another length of rows or another packing, documents that were
+waiting in a buffer are packed anew, and the ledger starts with them.
+
+`Fork` is the record in config.json, from which schedules and plans count on.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from nanochat.checkpoint import SCHEDULER_NAME, Checkpoint, find_checkpoint
+from nanochat.cli import Decides
+from nanochat.common import check_shape, differences, hash_json
+from nanochat.config import OF_ONE_RUN, Settings, fields_of, flag
+from nanochat.gpt import GPTConfig
+from nanochat.order import StreamConfig, open_order
+from nanochat.run_dir import is_run_dir, read_config
+from nanochat.run_order import order_of, stream_config
+from nanochat.sources import (
+    DATA_MANIFEST,
+    Manifest,
+    Manifests,
+    RunData,
+    check_files,
+    leave_out,
+    pins_of,
+    read_manifests,
+)
+from nanochat.stream import Cursor, RowsConfig, stream_identity
+
+# settings that say what rows hold, and that a fork may change nevertheless
+OF_ROWS = ("max_seq_len", "packing", "long_docs", "overlap", "buffer_size", "curriculum")
+# settings that follow from the machine
+MACHINE = ("world_size", "cpu_threads", "device_type")
+# settings that decide the length of a run
+LENGTH = ("num_iterations", "target_flops", "target_param_data_ratio", "curriculum")
+PACKING = ("T", "layout", "long_docs", "overlap")  # a change of these packs documents anew
+
+
+class Fork(NamedTuple):
+    """The record of a fork in its config.json. Steps and tokens are the parent's at the fork."""
+
+    run: str  # the parent
+    checkpoint: str
+    step: int
+    tokens: int
+    checksum: str  # of the parent's seal
+    changes: dict[str, list[Any]]  # {setting: [parent's value, fork's value]}
+    mix_tokens: int  # tokens that were trained when the present curriculum began
+    share_limit: int | None  # see `StreamConfig`
+
+    @classmethod
+    def of(cls, settings: Settings) -> "Fork | None":
+        """The record of a run, None if it is not a fork. ValueError if it was damaged."""
+        if settings.fork is None:
+            return None
+        shape: dict[str, Any] = {
+            "run": str,
+            "checkpoint": str,
+            "step": int,
+            "tokens": int,
+            "checksum": str,
+        }
+        shape |= {"changes": dict, "mix_tokens": int, "share_limit": int | None}
+        check_shape(settings.fork, shape, "config.json: fork")
+        return cls(**{name: settings.fork[name] for name in cls._fields})
+
+
+@dataclass(frozen=True)
+class Parent:
+    """The run that a new run continues."""
+
+    run_dir: Path
+    settings: Settings
+    checkpoint: Checkpoint
+    manifests: Manifests
+
+
+# ---- settings ------------------------------------------------------------------------------------
+
+
+def find_parent(fork_from: str) -> Parent:
+    """The run and the checkpoint that --fork-from names. FileNotFoundError or ValueError if it
+    cannot be continued."""
+    checkpoint = find_checkpoint(fork_from)
+    run_dir = checkpoint.path.absolute().parent.parent
+    if not is_run_dir(run_dir):
+        raise ValueError(
+            f"--fork-from={fork_from}: {checkpoint.path} is not in the folder of a run, whose settings "
+            f"and files a fork needs; name a run, or use --init-from for the weights alone"
+        )
+    manifests = read_manifests(run_dir / DATA_MANIFEST)
+    return Parent(run_dir, Settings.from_json(read_config(run_dir)), checkpoint, manifests)
+
+
+def branch_off(settings: Settings, parent: Parent) -> Settings:
+    """The settings of a fork, with its record. ValueError if they change what a fork keeps, or if
+    the fork would do nothing."""
+    changes = _changes(settings, parent)
+    checkpoint = parent.checkpoint
+    state = checkpoint.trainer_state
+    if state.get("status") == "halted":
+        lifts = {"data_path", "allow_bucket_exhaustion", *OF_ROWS} & changes.keys()
+        if not lifts:
+            raise ValueError(
+                f"--fork-from={settings.fork_from}: {parent.run_dir.name} halted at step "
+                f"{checkpoint.step}: {state['halted']}; a fork that reads the same data halts there, too. "
+                f"Change --curriculum or --data-path, add --allow-bucket-exhaustion, or name an earlier step"
+            )
+    before = stream_config(parent.settings)
+    after = stream_config(replace(settings, fork=parent.settings.fork))
+    earlier = Fork.of(parent.settings)
+    share_limit = mix_tokens = None
+    if isinstance(before, StreamConfig) and isinstance(after, StreamConfig):
+        share_limit = before.share_limit
+        if before.tokens_in_shares != after.tokens_in_shares:
+            share_limit = before.tokens_in_shares or 0
+    tokens = state["progress"]["tokens"]
+    mix_tokens = earlier.mix_tokens if earlier else 0
+    if "curriculum" in changes:
+        mix_tokens = tokens
+    known = settings.fork or {}
+    checksum = state["checksum"]
+    if known.get("checksum", checksum) != checksum:
+        raise ValueError(
+            f"--fork-from={settings.fork_from}: this run began with step {known['step']} of "
+            f"{known['run']}, but {checkpoint.path} is now a different checkpoint; restore the old one, or "
+            f"start a new run with --model-tag=NAME"
+        )
+    fork = Fork(
+        run=parent.run_dir.name,
+        checkpoint=checkpoint.path.name,
+        step=checkpoint.step,
+        tokens=tokens,
+        checksum=checksum,
+        changes=changes,
+        mix_tokens=mix_tokens,
+        share_limit=share_limit,
+    )
+    if not changes.keys() & {*LENGTH, "total_batch_size"}:
+        # the parent may have been extended since it started
+        steps = checkpoint.load(SCHEDULER_NAME).get("num_iterations")
+        derived = read_config(parent.run_dir)["derived"]["num_iterations"]
+        if steps != derived:
+            settings = replace(settings, num_iterations=steps)
+    return replace(settings, fork=fork._asdict())
+
+
+def _changes(settings: Settings, parent: Parent) -> dict[str, list[Any]]:
+    """{setting: [parent's value, fork's value]}. ValueError lists those that a fork keeps."""
+    if type(settings) is not type(parent.settings):
+        raise ValueError(
+            f"--order={settings.order}: {parent.run_dir.name} has --order={parent.settings.order}, and "
+            f"a fork keeps its parent's order"
+        )
+    then, now = parent.settings.to_json(), settings.to_json()
+    mixes = [s.mix and s.mix.identity() for s in (parent.settings, settings)]
+    if mixes[0] == mixes[1]:
+        now["curriculum"] = then["curriculum"]  # another notation
+    named = (settings.fork or {}).get("named", ())
+    changes: dict[str, list[Any]] = {}
+    refused = []
+    for name, f in fields_of(type(settings)).items():
+        if name in (*OF_ONE_RUN, *MACHINE):
+            continue
+        if then[name] == now[name] and not (name == "data_path" and name in named):
+            continue
+        changes[name] = [then[name], now[name]]
+        decides = f.metadata["decides"]
+        kept = bool(decides & (Decides.ROWS | Decides.WEIGHTS))
+        if kept and name not in (*OF_ROWS, "total_batch_size", "pack"):
+            refused.append(f"{flag(name)} was {then[name]!r} and is {now[name]!r}")
+    if refused:
+        raise ValueError(
+            f"--fork-from={settings.fork_from}: a fork keeps its parent's model, tokenizer and order of "
+            f"the data, but {'; '.join(refused)}; to start a new run with these weights, use "
+            f"--init-from={settings.fork_from}"
+        )
+    if settings.skip_steps:
+        changes["skip_steps"] = [0, settings.skip_steps]
+    return changes
+
+
+def first_checkpoint(parent: Parent, settings: Settings, model_config: GPTConfig) -> Checkpoint:
+    """The parent's checkpoint as the first one of the fork."""
+    checkpoint = parent.checkpoint
+    fork = Fork.of(settings)
+    assert fork is not None
+    shape = {**checkpoint.model_config, "sequence_len": model_config.sequence_len}
+    state = {
+        name: value
+        for name, value in checkpoint.trainer_state.items()
+        if name not in ("wandb_id", "halted", "all_dry", "by_time", "kept")
+    }
+    state |= {"status": "running", "K": settings.leaves, "architecture_hash": hash_json(shape)}
+    rows = {*OF_ROWS, "total_batch_size", "pack", "data_path", "without_documents", "skip_steps"}
+    if rows & fork.changes.keys():
+        state["next_digest"] = None
+    return replace(checkpoint, model_config=shape, trainer_state=state)
+
+
+def describe_fork(settings: Settings) -> str:
+    """What a fork continues, and what it changes, as a sentence. '' for another run."""
+    fork = Fork.of(settings)
+    if fork is None:
+        return ""
+    changes = [f"{flag(name)} {was!r} -> {now!r}" for name, (was, now) in fork.changes.items()]
+    return f"continues {fork.run} at step {fork.step:,}; {', '.join(changes) or 'nothing changes'}"
+
+
+# ---- files ---------------------------------------------------------------------------------------
+
+
+def files_of_fork(parent: Parent, settings: Settings) -> Manifests:
+    """The manifests of a new fork.
+
+    The files of the parent stay as they were pinned, and those of validation, too. If the command
+    names --data-path, files that the parent did not read join their bucket; and a bucket without
+    any of the parent's files begins anew. FileNotFoundError or ValueError names a file of the
+    parent that is gone or has changed.
+    """
+    fork = Fork.of(settings)
+    assert fork is not None
+    if not {"data_path", "val_path", "curriculum"} & fork.changes.keys():
+        same = check_files(parent.manifests, strict=settings.strict)
+        if "without_documents" in fork.changes:
+            bare = {bucket: _bare(manifest) for bucket, manifest in same["train"].items()}
+            listed = settings.without_documents
+            same["train"] = bare if listed is None else leave_out(bare, listed)
+        return same
+    val: dict[str, Manifest] = {}
+    if "val_path" not in fork.changes:
+        val = check_files({"train": {}, "val": parent.manifests["val"]})["val"]
+    evaluated = []  # the files of validation, which are no training data
+    if val and settings.val_fraction == 0:
+        entries = [entry for manifest in val.values() for entry in manifest["files"]]
+        evaluated = [pins_of(entry) for entry in entries]
+        # with a validation file, all others are for training
+        file = Path([*val.values()][0]["root"], entries[0]["name"])
+        settings = replace(settings, val_path=str(file))
+    pinned = order_of(settings).pin(settings)
+    train: dict[str, Manifest] = {}
+    for bucket, manifest in pinned["train"].items():
+        theirs = parent.manifests["train"].get(bucket)
+        files = [entry for entry in manifest["files"] if pins_of(entry) not in evaluated]
+        names = {entry["name"] for entry in files}
+        if theirs is None or not names & {entry["name"] for entry in theirs["files"]}:
+            train[bucket] = {**manifest, "files": files}
+        else:
+            joins = "data_path" in fork.changes
+            feeds = [cursor["buckets"][bucket] for cursor in parent.checkpoint.cursors]
+            begins = [[feed["epoch"], feed["place"]] for feed in feeds]
+            ours = {**manifest, "files": files}
+            train[bucket] = _joined(ours, theirs, fork.run, begins if joins else None)
+    return {"train": train, "val": val or pinned["val"]}
+
+
+def _bare(manifest: Manifest) -> Manifest:
+    """A manifest without the list of documents that are left out."""
+    return {name: value for name, value in manifest.items() if name != "without"}
+
+
+def _joined(
+    manifest: Manifest, theirs: Manifest, run: str, begins: list[list[int]] | None
+) -> Manifest:
+    """The manifest of a bucket that the parent `run` reads, too: the parent's files and then, if
+    files may join, the others. `begins`: see `order.Joined`; None: no file may join."""
+    found = {entry["name"]: entry for entry in manifest["files"]}
+    files = []
+    for entry in theirs["files"]:
+        if entry["name"] not in found:
+            raise FileNotFoundError(
+                f"--data-path: {entry['name']} is missing in {manifest['root']}, and {run} reads it; a fork "
+                f"may add files, or read none of its parent's"
+            )
+        own = found.pop(entry["name"])
+        if pins_of(own) != pins_of(entry):
+            raise ValueError(
+                f"{entry['name']}: it has changed since {run} read it; restore the old file, or give the "
+                f"new one another name"
+            )
+        files.append({**own, **{key: entry[key] for key in ("written",) if key in entry}})
+    joined = {**manifest, "files": files}
+    if "joined" in theirs:
+        joined["joined"] = theirs["joined"]
+    arrived = [*found.values()]
+    if arrived and begins is not None:
+        joined["files"] = [*files, *arrived]
+        joined["joined"] = [*theirs.get("joined", []), {"files": len(files), "begins": begins}]
+    return joined
+
+
+# ---- cursors -------------------------------------------------------------------------------------
+
+
+def continue_cursors(
+    parent: Parent, settings: Settings, config: RowsConfig, data: RunData
+) -> list[Cursor]:
+    """The cursors with which a fork begins to read. ValueError if its order cannot continue there.
+
+    Each bucket continues where it was, and new ones start from their beginning. A new curriculum
+    starts with its first phase.
+    """
+    fork = Fork.of(settings)
+    assert fork is not None
+    cursors = parent.checkpoint.cursors
+    before = stream_config(parent.settings)
+    identity = stream_identity(config, data.train, data.tokenizer.fingerprint)
+    if not isinstance(config, StreamConfig) or not isinstance(before, StreamConfig):
+        return list(cursors)  # an order of samples: equal in all that decides them
+    may_differ = {*PACKING, "buffer_size", "pack", "curriculum", "share_limit"}
+    for name, was, now in differences(cursors[0]["stream"], identity):
+        if name not in may_differ and not name.startswith("data "):
+            raise ValueError(
+                f"--fork-from={settings.fork_from}: {name} was {was}, now {now}, which a fork keeps; use "
+                f"--init-from={settings.fork_from} for the weights alone"
+            )
+    if before.framed != config.framed:
+        raise ValueError(
+            f"--packing={config.layout}: a fork of a run with --packing={before.layout} cannot use it, "
+            f"because binned rows hold documents as they are stored, and others add BOS; use "
+            f"--init-from={settings.fork_from} for the weights alone"
+        )
+    theirs = parent.manifests["train"]
+    ours = data.manifests["train"]
+    going_on = [bucket for bucket in data.train if _goes_on(theirs.get(bucket), ours[bucket])]
+    is_packed_anew = any(getattr(before, name) != getattr(config, name) for name in PACKING)
+    same_mix = "curriculum" not in fork.changes
+    same_data = all(
+        cursors[0]["stream"].get(name) == identity[name]
+        for name in identity
+        if name.startswith("data ")
+    )
+
+    continued = []
+    for cursor in cursors:
+        feeds = {bucket: feed for bucket, feed in cursor["buckets"].items() if bucket in going_on}
+        if is_packed_anew:
+            feeds = {bucket: pack_anew(feed, before, config) for bucket, feed in feeds.items()}
+        for bucket, feed in feeds.items():
+            if len(ours[bucket].get("joined", ())) > len(theirs[bucket].get("joined", ())):
+                source = data.train[bucket]
+                order = open_order(
+                    source.groups,
+                    source.means,
+                    small=source.small,
+                    bucket=bucket,
+                    config=config,
+                    joined=source.joined,
+                )
+                feeds[bucket] = {**feed, "place": order.share(cursor["lane"], feed["epoch"]).start}
+        row = cursor["row"] * before.T // config.T if same_mix else 0
+        dropped = cursor["dropped"] if same_mix and same_data else []
+        continued.append(
+            {**cursor, "stream": identity, "row": row, "dropped": dropped, "buckets": feeds}
+        )
+    return continued
+
+
+def _goes_on(theirs: Manifest | None, ours: Manifest) -> bool:
+    """Whether a bucket of a fork begins with the files that its parent reads."""
+    if theirs is None:
+        return False
+    common = zip(theirs["files"], ours["files"])
+    same = [pins_of(mine) == pins_of(their) for their, mine in common]
+    return len(same) == len(theirs["files"]) and all(same)
+
+
+def pack_anew(
+    feed: Mapping[str, Any], before: StreamConfig, config: StreamConfig
+) -> dict[str, Any]:
+    """A feed's part of a cursor for another length of rows or another packing: the documents that
+    were pending arrive again, in the order of their arrival, and the ledger starts with them.
+
+    The tail of a cut document stays one if both packings split documents. Otherwise it is dropped,
+    and counts as cropped.
+    """
+    packer = config.new_packer()
+    splits = [c.layout == "bestfit" and c.long_docs == "split" for c in (before, config)]
+    read = documents = 0
+    # the clock says when pieces arrived; those of `concat` are in order
+    for epoch, group, row, length, start, _ in sorted(feed["waiting"], key=lambda piece: piece[5]):
+        key = (epoch, group, row)
+        num_bos = 1 if config.framed else 0
+        documents += 1
+        if start == 0:
+            packer.push(key, length)
+            packer.inserted += num_bos
+            read += length - num_bos
+            continue
+        if before.layout == config.layout == "concat":
+            packer.push(key, length, start)  # its token `start` is the next row's first
+            read += length - start
+            continue
+        context = min(before.overlap, start - 1) if splits[0] else 0
+        rest = length - (1 + context if splits[0] else start + 1)
+        read += rest
+        if all(splits):
+            packer.push(key, 1 + min(config.overlap, start - 1) + rest, start)
+        else:
+            packer.cropped += rest
+    counts, waiting = packer.state()
+    pieces = [[*key, *piece] for key, piece in waiting.items()]
+    kept = {"epoch": feed["epoch"], "place": feed["place"]}
+    return {**kept, "documents": documents, "read": read, **counts, "waiting": pieces}

@@ -1,0 +1,306 @@
+"""A fork continues another run, and differs from it in nothing but what its command line changes."""
+
+import shutil
+from functools import partial
+from unittest import mock
+
+import pytest
+
+from nanochat import start_run
+from nanochat.checkpoint import load_checkpoint
+from nanochat.run_dir import cursor_files, read_config
+from nanochat.run_reader import RunReader, unbalanced
+from tests import training
+from tests.finished import RUN, STEPS, copy
+from tests.training import as_bytes, as_flags, die_after_step, digests, losses
+
+AT = 4  # where forks branch off
+
+
+@pytest.fixture(autouse=True)
+def workplace(finished, tmp_path):
+    """A base directory with the run "parent", which saved at steps 2, 4, 6 and 8."""
+    with training.workplace(tmp_path, **RUN) as path:
+        copy(finished, path, tag="parent")
+        yield path
+
+
+def fork(tag="child", step=AT, parent="parent", run=training.succeed, **changed):
+    """Run a fork whose command line names nothing but what it changes."""
+    words = {"fork_from": f"{parent}@{step}", "model_tag": tag, **changed}
+    with mock.patch.object(training, "flags", lambda **named: as_flags(named)):
+        return run(**words)
+
+
+def weights(tag, name="final"):
+    return as_bytes(load_checkpoint(training.run_dir(tag) / "checkpoints" / name).model_state())
+
+
+# ---- a fork that changes nothing -----------------------------------------------------------------
+
+
+def test_a_fork_that_changes_nothing_equals_its_parent_in_every_bit():
+    outcome = fork()
+    assert digests("child", AT) == digests("parent")[AT:]
+    assert losses("child") == losses("parent")[AT:]
+    assert weights("child") == weights("parent")
+    assert "continues parent at step 4; nothing changes" in outcome.out
+
+
+def test_its_config_records_the_parent_and_that_nothing_changes():
+    fork()
+    theirs = load_checkpoint(training.run_dir("parent") / "checkpoints" / f"checkpoint-{AT}")
+    record = read_config(training.run_dir("child"))["fork"]
+    assert record["run"] == "parent" and record["step"] == AT and record["changes"] == {}
+    assert record["checksum"] == theirs.trainer_state["checksum"]
+    assert record["tokens"] == theirs.trainer_state["tokens"]
+
+
+def test_it_begins_with_the_parents_checkpoint_and_cursors():
+    fork()
+    assert [*cursor_files(training.run_dir("child"))][0] == AT
+    assert weights("child", f"checkpoint-{AT}") == weights("parent", f"checkpoint-{AT}")
+
+
+def test_a_fork_on_two_processes_from_a_parent_of_one_has_the_same_data_and_only_rank_0_reads():
+    fork(run=lambda **named: training.finish(2, **named))
+    assert digests("child", AT) == digests("parent")[AT:]
+    assert losses("child") == pytest.approx(losses("parent")[AT:], abs=2e-4)
+
+
+def test_a_killed_fork_resumes_and_needs_its_parent_no_longer():
+    def start(**named):
+        training.start(hook=partial(die_after_step, AT + 1), **named).wait_for_death()
+
+    fork(run=start)
+    shutil.rmtree(training.run_dir("parent"))
+    fork()
+    kept = training.steps("child")
+    assert sorted(kept) == list(range(AT, STEPS))
+    fork(tag="again", parent="child", step=6)
+    assert losses("again") == [kept[step]["loss"] for step in (6, 7)]
+
+
+def test_deleting_a_fork_leaves_its_parent_whole():
+    before = training.fingerprint(training.run_dir("parent"))
+    fork()
+    shutil.rmtree(training.run_dir("child"))
+    assert training.fingerprint(training.run_dir("parent")) == before
+
+
+def test_a_fork_of_a_fork_equals_the_first_run():
+    fork()
+    fork(tag="grandchild", parent="child", step=6)
+    assert digests("grandchild", 6) == digests("parent")[6:]
+    assert weights("grandchild") == weights("parent")
+    assert read_config(training.run_dir("grandchild"))["fork"]["run"] == "child"
+
+
+def test_a_fork_of_an_extended_run_has_its_horizon():
+    training.succeed(model_tag="parent", num_iterations=STEPS + 4)
+    fork(step=10, tag="late")
+    assert losses("late") == losses("parent")[10:]
+
+
+# ---- what a step computes ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"matrix_lr": 0.05},
+        {"weight_decay": 0.0},
+        {"z_loss": 1e-3},
+        {"max_grad_norm": 0.01},
+        {"warmdown_steps": 2},
+        {"num_iterations": STEPS + 2},
+        {"leaves": 4},
+    ],
+    ids=lambda changed: next(iter(changed)),
+)
+def test_a_changed_step_reads_the_same_rows_and_acts_from_the_first_update_on(changed):
+    fork(**changed)
+    assert digests("child", AT)[:4] == digests("parent")[AT:]
+    assert losses("child")[0] == losses("parent")[AT], "the loss before the first update"
+    if "leaves" not in changed:
+        assert weights("child") != weights("parent")
+    [(name, value)] = changed.items()
+    [(was, now)] = read_config(training.run_dir("child"))["fork"]["changes"].values()
+    assert now == value and was != value
+
+
+def test_another_attention_mode_reads_the_same_rows():
+    fork(attention_mode="sdpa_mask")
+    assert digests("child", AT) == digests("parent")[AT:]
+    assert losses("child")[0] != losses("parent")[AT]
+
+
+def test_a_decay_branch_ends_its_learning_rate_where_it_says():
+    fork(num_iterations=AT + 3, warmdown_steps=3, final_lr_frac=0.0)
+    rates = [step["lr"] for step in training.all_steps("child")]
+    assert rates == pytest.approx([1.0, 2 / 3, 1 / 3], abs=1e-6)
+
+
+# ---- rows ----------------------------------------------------------------------------------------
+
+
+def lanes_of(tag, steps):
+    """{lane: the pieces of documents in its rows of these steps, in order}."""
+    lanes = {}
+    for step in steps:
+        for row in training.read_rows(tag, step):
+            pieces = [[p["file"], p["document"], p["start"], p["stop"]] for p in row["documents"]]
+            lanes.setdefault(row["lane"], []).append(pieces)
+    return lanes
+
+
+def test_a_larger_batch_reads_the_same_rows_sooner_and_scales_the_learning_rates():
+    batch = read_config(training.run_dir("parent"))["total_batch_size"]
+    fork(total_batch_size=2 * batch)
+    steps = training.steps("child")
+    last = max(steps)
+    ours, theirs = lanes_of("child", [AT, AT + 1]), lanes_of("parent", range(AT, AT + 4))
+    assert ours == theirs
+    assert steps[AT]["tokens"] == (AT + 2) * batch, "it counts on"
+    config = read_config(training.run_dir("child"))
+    assert config["derived"]["batch_lr_scale"] == pytest.approx(
+        2**0.5 * read_config(training.run_dir("parent"))["derived"]["batch_lr_scale"]
+    )
+    assert last == STEPS - 1, "--num-iterations counts steps"
+
+
+def test_skipped_steps_are_those_after_the_fork():
+    fork(skip_steps=2)
+    assert digests("child", AT)[:2] == digests("parent")[AT + 2 :]
+
+
+def test_documents_left_out_change_targets_only_and_not_the_rows(workplace):
+    row = next(iter(training.read_rows("parent", AT + 2)))
+    first = row["documents"][0]
+    (workplace / "list").write_text(f"{first['file']}:{first['document']}\n")
+    fork(without_documents=workplace / "list")
+    steps = range(AT, STEPS)
+    assert lanes_of("child", steps) == lanes_of("parent", steps)
+    ours, theirs = digests("child", AT), digests("parent")[AT:]
+    assert ours[2] != theirs[2]
+    first = next(i for i, pair in enumerate(zip(ours, theirs)) if pair[0] != pair[1])
+    assert losses("child")[:first] == losses("parent")[AT : AT + first]
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"max_seq_len": 32},
+        {"long_docs": "split"},
+        {"packing": "concat"},
+        {"buffer_size": 7},
+    ],
+    ids=lambda changed: next(iter(changed)),
+)
+def test_another_packing_continues_where_the_parent_stopped_reading_and_its_ledger_balances(
+    changed,
+):
+    fork(**changed)
+    run = RunReader(training.run_dir("child"))
+    step, accounts, _ = run.ledger()
+    assert step == STEPS and not unbalanced(accounts)
+    assert len(digests("child", AT)) == STEPS - AT
+    theirs = RunReader(training.run_dir("parent")).nearest_cursors(AT)[1]
+    ours = run.nearest_cursors(AT)[1]
+    reached = [
+        [[feed["epoch"], feed["place"]] for feed in cursor["buckets"].values()]
+        for cursors in (ours, theirs)
+        for cursor in cursors
+    ]
+    assert reached[: len(ours)] == reached[len(ours) :]
+
+
+# ---- files ---------------------------------------------------------------------------------------
+
+
+def files_of(tag):
+    """The training files of a run, in the order in which they are pinned."""
+    [manifest] = RunReader(training.run_dir(tag)).manifests["train"].values()
+    return [entry["name"] for entry in manifest["files"]]
+
+
+def test_files_that_arrived_join_only_if_the_data_is_named(workplace):
+    training.write_shard(workplace / "data" / "shard_0_new.parquet", training.texts(96, seed=9))
+    fork(tag="null")
+    assert digests("null", AT) == digests("parent")[AT:]
+    fork(data_path=workplace / "data", num_iterations=40)
+    assert files_of("child") == [*files_of("parent"), "shard_0_new.parquet"]
+    files = {
+        document["file"]
+        for step in range(AT, 40)
+        for row in training.read_rows("child", step)
+        for document in row["documents"]
+    }
+    assert "shard_0_new.parquet" in files
+
+
+def test_validation_stays_the_same_when_files_join(workplace):
+    training.write_shard(workplace / "data" / "shard_9.parquet", training.texts(96, seed=9))
+    fork(data_path=workplace / "data")
+    ours, theirs = (RunReader(training.run_dir(tag)).manifests for tag in ("child", "parent"))
+    assert ours["val"] == theirs["val"]
+    assert files_of("child") == [*files_of("parent"), "shard_9.parquet"]
+
+
+def test_other_data_begins_anew_and_validation_may_change_with_it(workplace):
+    for number in range(3):
+        path = workplace / "other" / f"part_{number}.parquet"
+        training.write_shard(path, training.texts(96, seed=20 + number))
+    fork(data_path=workplace / "other", val_path=workplace / "other")
+    ours = RunReader(training.run_dir("child"))
+    feeds = [cursor["buckets"] for cursor in ours.nearest_cursors(AT)[1]]
+    assert all(feed["documents"] == 0 for of_lane in feeds for feed in of_lane.values())
+    assert losses("child") != losses("parent")[AT:]
+
+
+# ---- what is refused -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"depth": 3}, ("--depth", "--init-from=parent@4")),
+        ({"seed": 7}, ("--seed", "--init-from=parent@4")),
+        ({"lanes": 8}, ("--lanes", "--init-from=parent@4")),
+        ({"step": 5}, ("no checkpoint '5'", "checkpoint-4")),
+        ({"step": STEPS}, ("ends at step 8", "--num-iterations")),
+        ({"parent": "nobody"}, ("nobody",)),
+        ({"init_from": "parent"}, ("--fork-from, --init-from",)),
+    ],
+    ids=lambda value: next(iter(value)),
+)
+def test_a_fork_that_cannot_be_is_refused_without_a_trace(changed, words):
+    message = fork(run=training.refuse, **changed)
+    assert all(word in message for word in words), message
+    assert not training.run_dir("child").exists()
+
+
+def test_without_a_name_a_fork_is_refused():
+    assert "--model-tag=NAME" in fork(run=training.refuse, model_tag=None)
+
+
+def test_rows_are_skipped_only_in_forks():
+    assert "--fork-from" in training.refuse(skip_steps=2)
+
+
+def test_a_file_of_the_parent_that_has_changed_is_named(workplace):
+    name = files_of("parent")[0]
+    training.write_shard(workplace / "data" / name, training.texts(50, seed=8))
+    assert name in fork(run=training.refuse, data_path=workplace / "data")
+
+
+def test_a_parent_that_changed_before_the_fork_had_a_checkpoint_is_refused():
+    with mock.patch.object(start_run, "adopt", mock.Mock(side_effect=OSError(5, "gone"))):
+        fork(run=training.refuse)
+    theirs = training.run_dir("parent") / "checkpoints"
+    training.succeed(model_tag="other", matrix_lr=0.03)
+    shutil.rmtree(theirs / f"checkpoint-{AT}")
+    shutil.copytree(
+        training.run_dir("other") / "checkpoints" / f"checkpoint-{AT}", theirs / f"checkpoint-{AT}"
+    )
+    assert "different checkpoint" in fork(run=training.refuse)

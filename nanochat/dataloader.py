@@ -55,7 +55,7 @@ class MicroBatch:
     doc_ids: torch.Tensor | None
     num_docs: int | None  # documents in the inputs of all rows; None without `doc_ids`
     # (B,) int64: index of each row's bucket in the loader's `buckets`; 0 for dead rows
-    buckets: torch.Tensor
+    bucket_ids: torch.Tensor
 
 
 class Dry(Exception):
@@ -176,7 +176,7 @@ class Slot:
         self.bos = bos
         self.device = device
         self.tokens = new(torch.int32, 2, B, T)  # inputs and targets
-        self.buckets = new(torch.int64, B)
+        self.bucket_ids = new(torch.int64, B)
         self.doc_ids = new(torch.int32, B, T) if with_doc_ids else None
         self.num_docs: int | None = None
         self.copied: torch.cuda.Event | None = None
@@ -189,7 +189,7 @@ class Slot:
         if self.copied is not None:
             self.copied.synchronize()
         inputs, targets = self.tokens.numpy()
-        bucket_ids = self.buckets.numpy()
+        bucket_ids = self.bucket_ids.numpy()
 
         for i, row in enumerate(rows):
             inputs[i] = row.tokens[:-1]
@@ -218,7 +218,7 @@ class Slot:
 
         inputs, targets = self.tokens.to(self.device, non_blocking=True).to(torch.int64)
         doc_ids = None if self.doc_ids is None else on_device(self.doc_ids)
-        batch = MicroBatch(inputs, targets, doc_ids, self.num_docs, on_device(self.buckets))
+        batch = MicroBatch(inputs, targets, doc_ids, self.num_docs, on_device(self.bucket_ids))
         if self.device.type == "cuda":
             self.copied = torch.cuda.Event(blocking=True)
             self.copied.record()
@@ -286,7 +286,7 @@ class DataLoader:
                 drop_dry=drop_dry,
             )
             run = copy_context().run
-        self.buckets = self.stream.buckets  # the names that MicroBatch.buckets refers to
+        self.buckets = self.stream.buckets  # names; `MicroBatch.bucket_ids` are their indices
         self.step = start_step  # the step whose micro-batches come next
         self.digest = 0  # this rank's part of the last complete step's digest
         self.wait_s = 0.0  # total time that `next` has waited for batches

@@ -44,8 +44,8 @@ from nanochat.sources import RunData, Source
 from nanochat.stream import (
     MUCH_CROPPED,
     Cursor,
+    DocumentKey,
     Feed,
-    Key,
     LaneState,
     Stream,
     ledger,
@@ -249,7 +249,9 @@ class Rehearsal(Feed):
         """A range needs no memory."""
         return document
 
-    def _fetch_pending(self, group: int, waiting: dict[Key, Piece]) -> dict[Key, Document]:
+    def _fetch_pending(
+        self, group: int, waiting: dict[DocumentKey, Piece]
+    ) -> dict[DocumentKey, Document]:
         """Read nothing: the packer knows the lengths of pending documents."""
         return {}
 

@@ -49,7 +49,7 @@ class Guard:
         lost                            0; else ''  any       the disk
         set_aside, sign                 0           main      the disk
         watch, stop_if_asked            all         main      the other ranks
-        beat, note, note_save, reason   each        main      nothing
+        beat, note_*, reason            each        main      nothing
         asked                           each        any       nothing
     """
 
@@ -107,7 +107,7 @@ class Guard:
         """On rank 0: own the run from here on. `news`: see `RunState.update`."""
         assert self.owner is not None, "only rank 0 owns a run"
         self.owner.sign()
-        state = RunState(self.owner, self.ranks, self._stop.check_flag, **news)
+        state = RunState(self.owner, self.ranks, self._stop.look_for_request, **news)
         self.state = self._stack.enter_context(state)
 
     def lost(self) -> str:
@@ -144,15 +144,15 @@ class Guard:
     def reason(self) -> str:
         """Why this rank should stop after the current step, or ''. Call it once per step: it counts
         how long steps take, and compares that with the walltime."""
-        return self._stop.check()
+        return self._stop.after_step()
 
     def asked(self) -> str:
         """The reason that is known already, such as a signal, or ''. Call it at any time."""
-        return self._stop.requested()
+        return self._stop.asked()
 
-    def note(self, what: str, seconds: float) -> None:
+    def note_work(self, what: str, seconds: float) -> None:
         """Some work between steps took so long; `reason` allows for that from now on."""
-        self._stop.note(what, seconds)
+        self._stop.note_work(what, seconds)
 
     def note_save(self, seconds: float) -> None:
         """A save took so long; the walltime keeps that for the last one."""

@@ -1,9 +1,9 @@
 """
 Why a run stops.
 
-    signal: the handler records it ----------.
-    flag file: rank 0's heartbeat checks it -+--> stop.check(): '' or the reason --> in the step's sum --> all stop
-    walltime: every rank --------------------'
+    signal: the handler records it ----------+--> stop.asked() ---------> ends a wait for data (common.check_stop)
+    flag file: rank 0's heartbeat checks it -'          |
+    walltime: every rank -----------------------> stop.after_step() ----> in the step's sum --> all ranks stop
 
     RUN/.shutdown_requested    written by scripts.stop; names the launch that it is meant for
 
@@ -223,7 +223,7 @@ class StopWatch:
 
         threading.Thread(target=watch, name="ctrl-c", daemon=True).start()
 
-    def check_flag(self, run_dir: Path) -> None:
+    def look_for_request(self, run_dir: Path) -> None:
         """Check for a request to stop, and delete one that an earlier launch left behind. The
         owner's heartbeat calls this, so that no step waits for a disk."""
         with contextlib.suppress(OSError):
@@ -242,7 +242,7 @@ class StopWatch:
             return request.uptime_s < self._began_s
         return request == self._first_request and request.launcher != identify_launcher()
 
-    def note(self, what: str, seconds: float) -> None:
+    def note_work(self, what: str, seconds: float) -> None:
         """Record how long some work between steps took. It is not counted as part of the step, and
         from now on each check allows for that much time."""
         self._between_s += seconds
@@ -252,7 +252,7 @@ class StopWatch:
         """Record how long a save took: 1.5 times that is now reserved for the final save."""
         self._reserve_s = max(self._reserve_s, SAVE_MARGIN * seconds)
 
-    def requested(self) -> str:
+    def asked(self) -> str:
         """The reason to stop that is already known, such as a signal or the flag, or ''. Safe to
         call at any time."""
         if not self._reason and self._signals:
@@ -261,15 +261,15 @@ class StopWatch:
             self._reason = "asked by scripts.stop"
         return self._reason
 
-    def check(self, now: float | None = None) -> str:
+    def after_step(self, now: float | None = None) -> str:
         """The reason to stop, or ''; the first reason stays. Called once per step. `now`: monotonic
         seconds."""
         now = time.monotonic() if now is None else now
-        # the time of the step, without the work that `note` recorded
+        # the time of the step, without the work that `note_work` recorded
         if self._last_check is not None:
             self._steps.append(now - self._last_check - self._between_s)
         self._last_check, self._between_s = now, 0.0
-        if not self.requested() and self._deadline is not None:
+        if not self.asked() and self._deadline is not None:
             # enough for another step, one task of each kind, and the last save?
             left_s = self._deadline - now
             if (

@@ -276,11 +276,13 @@ def between_steps(
     except Stop:
         raise
     except Exception as e:
+        # of any kind, also a bug or a lack of memory: nothing that was measured decides what is
+        # trained, so a run of days does not end for it
         step = training.progress.step
         reason = f"{type(e).__name__}: {e}"
         print0(f"warning: step {step}: {what} failed: {reason}; the run continues")
         journal.event("evaluation_failed", step, what=what, reason=reason)
-    guard.note(what, time.perf_counter() - began)
+    guard.note_work(what, time.perf_counter() - began)
 
 
 # ---- a step --------------------------------------------------------------------------------------
@@ -322,7 +324,7 @@ def forward_backward(training: Training) -> tuple[torch.Tensor, Shortage | None]
             # no entry
             rows = loader.layout.rows_of(leaf, at)
             live = (batch.targets >= 0).sum(dim=1)
-            values = torch.stack([losses.detach(), live, batch.buckets], dim=1)  # (B, 3)
+            values = torch.stack([losses.detach(), live, batch.bucket_ids], dim=1)  # (B, 3)
             table[rows.start : rows.stop] = values[: len(rows)]
         return table, None
     except Dry as e:

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import threading
+import time
 import types
 from collections import Counter
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 import nanochat.dataloader as module
-from nanochat.common import check_stop
+from nanochat.common import Stop, check_stop
 from nanochat.dataloader import (
     StepLayout,
     default_leaves,
@@ -111,17 +112,23 @@ def test_closing_in_the_middle_of_a_step_only_finishes_reads_in_progress(monkeyp
 def test_closing_a_loader_ends_the_waits_of_its_threads(monkeypatch, num_threads):
     source = fixed_source()
     waiting = threading.Event()
+    reasons = []
 
     def read(*args):
         waiting.set()
-        while True:
-            check_stop()
+        try:
+            for _ in range(2000):  # object storage would be patient for minutes
+                check_stop()
+                time.sleep(0.01)
+        except Stop as e:
+            reasons.append(e.reason)
+            raise
 
     monkeypatch.setattr(source, "read", read)
     loader = make_loader(source=source, num_threads=num_threads)
     assert waiting.wait(20)
     loader.close()
-    assert not loader._thread.is_alive()
+    assert {*reasons} == {"the loader is closed"}
 
 
 # ---- validation ----------------------------------------------------------------------------------

@@ -16,7 +16,8 @@ The core, in reading order: from a text to an update of the weights.
 
 Files and text:
 
-    files            what a data path names             sources          files behind one interface, and their pins
+    files            what a data path names             pins             what a run stores about its files
+    sources          files behind one interface
     splits           training, validation, buckets      parquet_source   text from parquet (spill: large groups)
     text             which documents are read           token_source     documents from token files
     text_kinds       jsonl, txt, arrow, ...             tokens           the format of token files

@@ -171,7 +171,7 @@ class RunReader:
     @cached_property
     def manifests(self) -> dict[str, dict[str, Any]]:
         """{split: {bucket: manifest}} of the pinned files, empty if the run has pinned none."""
-        from nanochat.sources import DATA_MANIFEST, read_manifests
+        from nanochat.pins import DATA_MANIFEST, read_manifests
 
         return read_manifests(self.run_dir / DATA_MANIFEST)
 
@@ -288,6 +288,11 @@ class RunReader:
         return launches
 
     # ---- figures, defined once for all commands ----
+
+    @property
+    def first_step(self) -> int:
+        """The first step that this run trained: of a fork, the one at which it left its parent."""
+        return (self.config.get("fork") or {}).get("step", 0)
 
     @property
     def num_steps(self) -> int:

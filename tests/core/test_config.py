@@ -76,7 +76,6 @@ def test_help_shows_each_flag_with_its_default():
 @pytest.mark.parametrize(
     ("argv", "error"),
     [
-        (["--init-optimizer"], "name that other run with --init-from=RUN"),
         (["--skip-steps=-1"], "--skip-steps: got -1"),
         (["--max-grad-norm=0"], "--max-grad-norm: got 0.0"),
         (
@@ -332,6 +331,8 @@ OLD = {
     "row_losses": False,
     "tokenizer_dir": "x",
     "object_storage_cache": "/cache",
+    "init_optimizer": False,
+    "init_data": "fresh",
     "split": None,
     "blend_weights": None,
     "eod_mask_loss": False,

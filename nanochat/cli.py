@@ -41,9 +41,9 @@ from typing import Any, TextIO
 import yaml
 
 from nanochat.common import (
-    LAUNCH,
     WRITABLE_BASE,
-    StopAsked,
+    Stop,
+    bars_hidden,
     get_dist_info,
     public,
     refuse_secrets,
@@ -391,7 +391,7 @@ class _Aside(logging.StreamHandler):
         return text if record.levelno < logging.WARNING else f"{record.levelname.lower()}: {text}"
 
     def emit(self, record: logging.LogRecord) -> None:
-        with LAUNCH.aside():
+        with bars_hidden():
             super().emit(record)
 
 
@@ -514,7 +514,7 @@ def run_main(main: Callable[[], int | None]) -> None:
     except (ValueError, OSError) as e:
         _say(f"error: {visible(public(str(e)))}{_base_hint(e)}")
         code = EXIT_FAILED
-    except StopAsked as e:
+    except Stop as e:
         _say(f"stopped: {visible(public(str(e)))}")
         code = 0
     except KeyboardInterrupt:

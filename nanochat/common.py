@@ -1,5 +1,6 @@
-"""Helpers that many modules share: the base directory, masking of secrets, data paths, files that
-a crash cannot leave half-written, JSON, hashes, formatting of output, and random permutations.
+"""Helpers that many modules share: the base directory, masking of secrets, how a wait ends, data
+paths, files that a crash cannot leave half-written, JSON, hashes, formatting of output, and random
+permutations.
 
 Importing it is fast and has no side effects. Environment variables are read when a function is
 called (`NANOCHAT_BASE_DIR`, default ~/.cache/nanochat, and torchrun's `RANK`, `LOCAL_RANK`,
@@ -8,6 +9,7 @@ import and many commands and workers do without it.
 """
 
 import contextlib
+import contextvars
 import fcntl
 import hashlib
 import importlib
@@ -16,13 +18,13 @@ import json
 import os
 import re
 import secrets
+import sys
 import threading
 import time
 import typing
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
-from dataclasses import dataclass
 from pathlib import Path, PurePath, PurePosixPath
 from typing import Any, BinaryIO, Literal, NamedTuple, TypedDict, TypeVar
 
@@ -100,6 +102,71 @@ def open_door(entry: str) -> Any:
     return getattr(importlib.import_module(module), attribute)
 
 
+# ---- stopping -----------------------------------------------------------------------------------
+#
+# A launch may be asked to stop while some thread of it waits, many calls below the code that knows
+# about signals: for object storage, for a decoder, for another process. So whom a wait asks comes
+# with the call, as a parameter of everything below would:
+#
+#     with stops_if(guard.asked):                        a launch
+#         each(read, files) .. check_stop()              its waits, also in threads that `each` starts
+#         with stops_if(closed):                         a loader asks more in its own threads
+#             Thread(target=copy_context().run, ...)
+#     check_stop()                                       outside, nobody asks to stop
+#
+# Rejected: a parameter. From a launch to its waits it would pass through the methods of a path, a
+# source, a token file and a stream, in 45 places of 12 modules.
+
+
+class Stop(Exception):
+    """Ends the run before its horizon. `status`: "stopped" on request, "halted" if a person must
+    decide how to continue. `all_dry`: it halts because every bucket is used up, not just one.
+
+    A wait raises this in one thread. All ranks then end together: after the same step, or by
+    `dist.on_all_ranks` and `dist.gather_results`."""
+
+    def __init__(self, reason: str, status: str = "stopped", *, all_dry: bool = False) -> None:
+        super().__init__(reason)
+        self.reason = reason
+        self.status = status
+        self.all_dry = all_dry
+
+
+_why_stop: contextvars.ContextVar[Callable[[], str]] = contextvars.ContextVar(
+    "why_stop", default=lambda: ""
+)
+
+
+def stop_reason() -> str:
+    """Why this thread should stop waiting; '' if it should not."""
+    return _why_stop.get()()
+
+
+def check_stop() -> None:
+    """Raise Stop if there is a reason to. Every wait calls this about ten times a second."""
+    if reason := stop_reason():
+        raise Stop(reason)
+
+
+@contextlib.contextmanager
+def stops_if(reason: Callable[[], str]) -> Iterator[None]:
+    """Inside the context, waits also end if `reason()` is not ''. Any thread may call it."""
+    outer = _why_stop.get()
+    token = _why_stop.set(lambda: outer() or reason())
+    try:
+        yield
+    finally:
+        _why_stop.reset(token)
+
+
+def join_reasons(reasons: Sequence[str]) -> str:
+    """The first of all ranks' reasons to stop (in rank order, '' for none): 'walltime: ..',
+    'SIGUSR1', or 'SIGTERM (rank 1)' if not all ranks got a signal."""
+    rank, first = next(((rank, reason) for rank, reason in enumerate(reasons) if reason), (0, ""))
+    is_signal = first.startswith("SIG")
+    return f"{first} (rank {rank})" if is_signal and not all(reasons) else first
+
+
 # ---- paths of data ------------------------------------------------------------------------------
 #
 # Data is in local folders or in object storage, below a path such as s3://bucket/train.
@@ -148,8 +215,8 @@ class Remote(PurePosixPath):
         """What changes when an object does."""
         raise NotImplementedError
 
-    def local_copy(self) -> Path:
-        """A copy of an object on this machine. Its name ends with the object's."""
+    def local_copy(self, cache: Path | str | None = None) -> Path:
+        """A copy of an object on this machine, below a folder. Its name ends with the object's."""
         raise NotImplementedError
 
     def open_reader(self, dtype: np.dtype) -> Any:
@@ -178,27 +245,8 @@ def url(path: str) -> str:
     return re.sub(r"(^|,)(\w+):(/+|$)", restore, path)
 
 
-@dataclass
-class Launch:
-    """State of this launch for object storage and printing."""
-
-    cache: Path | str | None = None  # for local copies; default: <base dir>/object_storage
-    stop: Callable[[], object] = lambda: False  # whether a wait for object storage should end
-    # hides a progress bar
-    aside: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
-
-
-class StopAsked(Exception):
-    """The program was asked to stop while it waited for object storage."""
-
-
-LAUNCH = Launch()
-
-
-def begin_launch(cache: Path | str | None = None) -> None:
-    """Begin a launch: discard cached metadata of objects, so that it is requested again. `cache`:
-    see `Launch`."""
-    LAUNCH.cache = cache
+def begin_launch() -> None:
+    """Begin a launch: discard cached metadata of objects, so that it is requested again."""
     for kind in Remote.__subclasses__():
         kind.forget()
 
@@ -236,10 +284,10 @@ def as_local_path(path: str | os.PathLike[str], what: str) -> Path:
     return Path(path)
 
 
-def local_copy(path: AnyPath) -> Path:
-    """The path of a file, or of a local copy of an object. FileNotFoundError if the object does not
-    exist."""
-    return path.local_copy() if isinstance(path, Remote) else path
+def local_copy(path: AnyPath, cache: Path | str | None = None) -> Path:
+    """The path of a file, or of a local copy of an object, which is below the folder `cache`
+    (default: <base dir>/object_storage). FileNotFoundError if the object does not exist."""
+    return path.local_copy(cache) if isinstance(path, Remote) else path
 
 
 def make_local_copies(paths: Iterable[AnyPath]) -> None:
@@ -269,8 +317,8 @@ def each(
     poll: Callable[[], object] = lambda: None,
 ) -> Iterator[B]:
     """The results of `call` for each item, in order, computed by up to `at_once` daemon threads.
-    The caller wakes up ten times a second to call `poll`, so that Python handles signals even if a
-    file system or object storage hangs."""
+    `stops_if` applies to them as to the caller, which wakes up ten times a second to call `poll`,
+    so that Python handles signals even if a file system or object storage hangs."""
 
     def work(item: A, future: "Future[B]") -> None:
         try:
@@ -282,8 +330,9 @@ def each(
     while True:
         for item in itertools.islice(rest, at_once - len(running)):
             running.append(Future())
+            run = contextvars.copy_context().run
             threading.Thread(
-                target=work, args=(item, running[-1]), name="each", daemon=True
+                target=run, args=(work, item, running[-1]), name="each", daemon=True
             ).start()
         if not running:
             return
@@ -475,10 +524,16 @@ def get_dist_info() -> tuple[bool, int, int, int]:
     return True, rank, local_rank, world_size
 
 
+def bars_hidden() -> contextlib.AbstractContextManager[None]:
+    """A context for printing, without the progress bars that are on the terminal."""
+    tqdm = getattr(sys.modules.get("tqdm"), "tqdm", None)  # not imported: there is no bar
+    return contextlib.nullcontext() if tqdm is None else tqdm.external_write_mode()
+
+
 def print0(*args: object, **kwargs: Any) -> None:
     """Print on rank 0 only, and flush."""
     if int(os.environ.get("RANK", "0")) == 0:
-        with LAUNCH.aside():
+        with bars_hidden():
             print(*args, **{"flush": True, **kwargs})
 
 

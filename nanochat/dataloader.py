@@ -27,12 +27,13 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextvars import copy_context
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 
-from nanochat.common import block, open_door
+from nanochat.common import block, open_door, stops_if
 from nanochat.order import StreamConfig
 from nanochat.rows import Row
 from nanochat.sources import Source
@@ -54,7 +55,7 @@ class MicroBatch:
     doc_ids: torch.Tensor | None
     num_docs: int | None  # documents in the inputs of all rows; None without `doc_ids`
     # (B,) int64: index of each row's bucket in the loader's `buckets`; 0 for dead rows
-    buckets: torch.Tensor
+    bucket_ids: torch.Tensor
 
 
 class Dry(Exception):
@@ -175,7 +176,7 @@ class Slot:
         self.bos = bos
         self.device = device
         self.tokens = new(torch.int32, 2, B, T)  # inputs and targets
-        self.buckets = new(torch.int64, B)
+        self.bucket_ids = new(torch.int64, B)
         self.doc_ids = new(torch.int32, B, T) if with_doc_ids else None
         self.num_docs: int | None = None
         self.copied: torch.cuda.Event | None = None
@@ -188,7 +189,7 @@ class Slot:
         if self.copied is not None:
             self.copied.synchronize()
         inputs, targets = self.tokens.numpy()
-        bucket_ids = self.buckets.numpy()
+        bucket_ids = self.bucket_ids.numpy()
 
         for i, row in enumerate(rows):
             inputs[i] = row.tokens[:-1]
@@ -217,7 +218,7 @@ class Slot:
 
         inputs, targets = self.tokens.to(self.device, non_blocking=True).to(torch.int64)
         doc_ids = None if self.doc_ids is None else on_device(self.doc_ids)
-        batch = MicroBatch(inputs, targets, doc_ids, self.num_docs, on_device(self.buckets))
+        batch = MicroBatch(inputs, targets, doc_ids, self.num_docs, on_device(self.bucket_ids))
         if self.device.type == "cuda":
             self.copied = torch.cuda.Event(blocking=True)
             self.copied.record()
@@ -273,23 +274,25 @@ class DataLoader:
         self.config = config
         self.device = torch.device(device)
         self.micro_batches_per_step = len(self.layout.leaves) * self.layout.micro_batches_per_leaf
-        self.stream = open_stream(
-            config,
-            sources,
-            self.layout.lanes,
-            tokenizer=tokenizer.fingerprint,
-            cursors=cursors,
-            num_threads=num_threads,
-            drop_dry=drop_dry,
-        )
-        self.buckets = self.stream.buckets  # the names that MicroBatch.buckets refers to
+        self._closed = threading.Event()
+        with stops_if(self._why_closed):
+            self.stream = open_stream(
+                config,
+                sources,
+                self.layout.lanes,
+                tokenizer=tokenizer.fingerprint,
+                cursors=cursors,
+                num_threads=num_threads,
+                drop_dry=drop_dry,
+            )
+            run = copy_context().run
+        self.buckets = self.stream.buckets  # names; `MicroBatch.bucket_ids` are their indices
         self.step = start_step  # the step whose micro-batches come next
         self.digest = 0  # this rank's part of the last complete step's digest
         self.wait_s = 0.0  # total time that `next` has waited for batches
         # the stream's last two states, by the number of steps done
         self._ends = {start_step: self.stream.state()}
         # the slots travel between the thread and the consumer
-        self._closed = threading.Event()
         self._filled: queue.SimpleQueue[Filled | BaseException] = queue.SimpleQueue()
         self._first: Filled | BaseException | None = None  # taken from the queue, but not used yet
         self._free: queue.SimpleQueue[Slot | None] = queue.SimpleQueue()
@@ -297,8 +300,14 @@ class DataLoader:
         bos = tokenizer.get_bos_token_id()
         for _ in range(PREFETCH):
             self._free.put(Slot(*shape, bos, self.device, with_doc_ids=with_doc_ids))
-        self._thread = threading.Thread(target=self._prefetch, name="prefetch", daemon=True)
+        self._thread = threading.Thread(
+            target=run, args=[self._prefetch], name="prefetch", daemon=True
+        )
         self._thread.start()
+
+    def _why_closed(self) -> str:
+        """Ends the waits of this loader's threads, and of the stream's pool, once it is closed."""
+        return "the loader is closed" if self._closed.is_set() else ""
 
     # -- the thread
 

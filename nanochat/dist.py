@@ -29,7 +29,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -37,7 +37,15 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 import torch.distributed as dist
 
-from nanochat.common import LAUNCH, StopAsked, counted, differences, get_dist_info
+from nanochat.common import (
+    Stop,
+    check_stop,
+    counted,
+    differences,
+    get_dist_info,
+    join_reasons,
+    stop_reason,
+)
 
 T = TypeVar("T")
 
@@ -135,7 +143,7 @@ def compute_init(
 def find_each_other(store: dist.Store, rank: int, world_size: int) -> str:
     """A name for the group of processes that run now, on all of them. Collective.
 
-    StopAsked if a stop is requested.
+    Stop if a stop is requested.
 
     torchrun keeps one store for all its attempts (--max-restarts), so a new attempt would find the
     addresses of dead processes in it, and wait for them. Its count of restarts is no name: every
@@ -147,8 +155,7 @@ def find_each_other(store: dist.Store, rank: int, world_size: int) -> str:
     others = range(1, world_size)
     listed = ""
     while True:
-        if LAUNCH.stop():
-            raise StopAsked("asked to stop while the processes found each other")
+        check_stop()
         if rank == 0:
             # list the newest ids
             known = [f"process/{r}" for r in others if store.check([f"process/{r}"])]
@@ -400,7 +407,8 @@ def get_peak_flops(device_name: str) -> float:
 def on_rank0(function: Callable[[], T]) -> T:
     """Call `function()` on rank 0 alone, and return its value on all ranks. Collective.
 
-    If it raises, rank 0 raises its error, and the others exit with code 1 and no output.
+    If it raises, rank 0 raises its error, and the others exit with code 1 and no output; after a
+    Stop, all ranks raise Stop.
     """
     _, rank, _, world_size = get_dist_info()
     box: list[Any] = [on_all_ranks(function if rank == 0 else lambda: None)]
@@ -412,9 +420,27 @@ def on_rank0(function: Callable[[], T]) -> T:
 class Failure(NamedTuple):
     """Why a rank failed."""
 
-    is_bug: bool  # neither ValueError nor OSError
+    kind: type[Exception]  # Stop, ValueError (also for an OSError), or RuntimeError for a bug
     host: str
     text: str
+
+
+def _failure(error: Exception) -> Failure:
+    kind: type[Exception] = RuntimeError
+    if isinstance(error, Stop):
+        kind = Stop
+    elif isinstance(error, (ValueError, OSError)):
+        kind = ValueError
+    return Failure(kind, socket.gethostname(), str(error))
+
+
+def _stop_together(failures: Iterable[Failure], error: Exception | None) -> None:
+    """Collective. Raise Stop on all ranks if the failure of any rank is one. `error`: this
+    rank's."""
+    if all(failure.kind is not Stop for failure in failures):
+        return
+    reason = error.reason if isinstance(error, Stop) else stop_reason()
+    raise Stop(join_reasons(gather_all(reason))) from error
 
 
 def on_all_ranks(function: Callable[[], T]) -> T:
@@ -423,7 +449,7 @@ def on_all_ranks(function: Callable[[], T]) -> T:
     It may fail say on a bad flag or a missing file. Then rank 0 raises its own error if all ranks
     failed or only rank 0 did, otherwise a ValueError that names rank and host; the others exit with
     code 1. If an error is neither ValueError nor OSError, the first rank with such an error raises
-    it instead.
+    it instead. If a rank was asked to stop, all ranks raise Stop.
     """
     _, rank, _, world_size = get_dist_info()
     if world_size == 1:
@@ -434,15 +460,15 @@ def on_all_ranks(function: Callable[[], T]) -> T:
         value = function()
     except Exception as e:
         error = e
-        is_bug = not isinstance(e, (ValueError, OSError))
-        failure = Failure(is_bug, socket.gethostname(), str(e))
+        failure = _failure(e)
 
     failures = {r: f for r, f in enumerate(gather_all(failure)) if f is not None}
     if not failures:
         return value
+    _stop_together(failures.values(), error)
 
     # one rank raises an error, the others exit
-    bugs = [r for r, f in failures.items() if f.is_bug]
+    bugs = [r for r, f in failures.items() if f.kind is RuntimeError]
     speaker = bugs[0] if bugs else 0
     if rank != speaker:
         raise SystemExit(1)
@@ -489,30 +515,26 @@ def gather_results(function: Callable[[], T]) -> list[T]:
     """Call `function()` on every rank, and return all ranks' values in rank order. Collective.
 
     `function` must not use collectives. If it fails on any rank, all ranks raise an error, so that
-    no rank waits for one that failed: StopAsked if a rank was asked to stop, otherwise an error
+    no rank waits for one that failed: Stop if a rank was asked to stop, otherwise an error
     with the rank and the reason.
     """
     if get_dist_info()[3] == 1:
         return [function()]
     value: Any = None
     error: Exception | None = None
-    failure: tuple[type[Exception], str] | None = None  # the exception to raise, and the reason
+    failure: Failure | None = None
     try:
         value = function()
     except Exception as e:
         error = e
-        reason = f"{type(e).__name__}: {e}"
-        if isinstance(e, StopAsked):
-            failure = StopAsked, str(e)
-        elif isinstance(e, (ValueError, OSError)):
-            failure = ValueError, reason
-        else:
-            failure = RuntimeError, reason
-    outcomes: list[Any] = gather_all((value, failure))
-    for kind in (StopAsked, RuntimeError, ValueError):
-        for rank, (_, failure) in enumerate(outcomes):
-            if failure and failure[0] is kind:
-                raise kind(f"rank {rank}: {failure[1]}") from error
+        failure = _failure(e)._replace(text=f"{type(e).__name__}: {e}")
+    outcomes: list[tuple[T, Failure | None]] = gather_all((value, failure))
+    failures = {r: f for r, (_, f) in enumerate(outcomes) if f is not None}
+    _stop_together(failures.values(), error)
+    for kind in (RuntimeError, ValueError):
+        for rank, failed in failures.items():
+            if failed.kind is kind:
+                raise kind(f"rank {rank}: {failed.text}") from error
     return [value for value, _ in outcomes]
 
 

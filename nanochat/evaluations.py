@@ -9,7 +9,7 @@ import time
 
 import torch
 
-from nanochat.common import StopAsked, print0
+from nanochat.common import print0
 from nanochat.core_eval import evaluate_core, read_bundle, summary
 from nanochat.dataloader import validation_loader, validation_prompts
 from nanochat.dist import gather_all, gather_results
@@ -46,13 +46,8 @@ def log_validation(run: Run, training: Training, guard: Guard, journal: Journal)
             num_threads=settings.tokenizer_threads,
             with_doc_ids=settings.attention_mode != "causal",
         )
-    try:
-        value, by_bucket = evaluate_buckets(
-            training.compiled, batches, run.data.tokenizer.token_bytes()
-        )
-    except StopAsked:
-        guard.stop_if_asked()
-        raise
+    token_bytes = run.data.tokenizer.token_bytes()
+    value, by_bucket = evaluate_buckets(training.compiled, batches, token_bytes)
     record: dict[str, float | None] = {"bpb": value}
     unit = "bits per byte"
     if run.data.tokenizer.knows_bytes:

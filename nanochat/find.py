@@ -30,7 +30,7 @@ from tqdm import tqdm
 
 from nanochat.order import Order, StreamConfig, open_order
 from nanochat.sources import Source
-from nanochat.stream import Cursor, Key, RowsConfig, Stream
+from nanochat.stream import Cursor, DocumentKey, RowsConfig, Stream
 
 
 class Piece(Protocol):
@@ -178,7 +178,7 @@ class History:
         )
         with closing(stream):
             feed = stream.feeds[document.bucket][lane]
-            key = Key(epoch, document.group, document.row)
+            key = DocumentKey(epoch, document.group, document.row)
             uses = self._uses(stream, document.bucket, key, place, step)
             if (feed.epoch, feed.place) > (epoch, place):
                 rows = np.array([document.row])
@@ -191,7 +191,9 @@ class History:
             expected = self._expected(stream, document.bucket, first)
             return Pass(epoch, lane, uses, 0, expected=expected)
 
-    def _uses(self, stream: Stream, bucket: str, key: Key, place: int, step: int) -> list[Use]:
+    def _uses(
+        self, stream: Stream, bucket: str, key: DocumentKey, place: int, step: int
+    ) -> list[Use]:
         """The uses of a document from `step` on.
 
         The stream's only lane stands before the document's place in its epoch. It is packed until

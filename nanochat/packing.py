@@ -15,17 +15,17 @@ where every token goes, and finds the documents of any step.
                b # c c c c c c
     binned     a a a a a / b /      stored entries (/ is EOD), whole; padding fills the row
 
-A **placement** is `(key, start, length, off)`: `length` tokens of the row come from document `key`,
+A **placement** is `(key, start, length, repeated)`: `length` tokens of the row come from document `key`,
 beginning at its token `start`. Token 0 of a document is its BOS. In `bestfit`, a placement with
-`start > 0` begins with a BOS of its own, which `length` counts, and the `off` tokens after that BOS
-are repeated context whose targets are off.
+`start > 0` begins with a BOS of its own, which `length` counts, and the `repeated` tokens after that
+BOS are context from an earlier row, whose targets are off.
 
-**The token clock.** Each pending piece has a place: the number of tokens that arrived before it,
-counting at most one row per piece. A document that fills a row is due once the number of tokens
-that have left reaches its place. If none is due, the row starts with the oldest filler. Each row is
+**The token clock.** Each pending piece has its arrival: the number of tokens that arrived before
+it, counting at most one row per piece. A document that fills a row is due once the number of tokens
+that have left reaches its arrival. If none is due, the row starts with the oldest filler. Each row is
 completed by exact fits, pairs, and the largest filler that fits.
 
-    arrives     a(3)   L(20)   b(5)   c(2)  ...     T = 8; places 0, 3, 12, 17: L counts 9, a full row
+    arrives     a(3)   L(20)   b(5)   c(2)  ...     T = 8; arrivals 0, 3, 12, 17: L counts 9, a full row
     tokens gone  0..2: rows of a, b, c ...          3 or more: L is due, the next row is L
 
 So every stretch of rows holds long and short documents in the proportions of the data, and nothing
@@ -62,7 +62,7 @@ class Placement(NamedTuple):
     key: Key
     start: int  # the first of the document's tokens in the row
     length: int  # tokens in the row, including the BOS in front of a continuation
-    off: int  # tokens after that BOS that repeat an earlier row: their targets are off
+    repeated: int  # tokens after that BOS that an earlier row also has: their targets are off
 
 
 class Piece(NamedTuple):
@@ -70,7 +70,7 @@ class Piece(NamedTuple):
 
     length: int  # tokens; of a tail: 1 BOS + context + the tokens not yet in any row
     start: int  # tokens of the document already placed in rows; 0: the whole document is pending
-    place: int  # tokens that arrived before it, counting at most one row per piece
+    arrival: int  # tokens that arrived before it, counting at most one row per piece
 
 
 def token_limit(buffer_size: int, capacity: int) -> int:
@@ -106,7 +106,7 @@ class Packer:
     A new packer is a subclass and a line in `LAYOUTS` at the end of this file. --packing=NAME
     selects it. It must implement:
 
-        push(key, length, start, place)    add a document, or a piece that `waiting` returned
+        push(key, length, start, arrival)  add a document, or a piece that `waiting` returned
         next_row()                         return the placements of the next row
         waiting()                          return {key: Piece} of all pending documents
         key in packer                      whether any part of a document is still pending
@@ -142,7 +142,7 @@ class Packer:
         self.inserted = 0  # BOS tokens put in front of documents and tails
         self.repeated = 0  # tokens emitted a second time as context
         self.cropped = 0  # tokens dropped
-        self.padded = 0  # places in rows that no document fills
+        self.padded = 0  # positions in rows that no document fills
         self.left = 0  # tokens of pieces that have left, counting at most one row per piece
 
     def __contains__(self, key: Hashable) -> bool:
@@ -170,10 +170,10 @@ class Packer:
         """
         return not self.ready
 
-    def push(self, key: Key, length: int, start: int = 0, place: int | None = None) -> None:
+    def push(self, key: Key, length: int, start: int = 0, arrival: int | None = None) -> None:
         """Add a document of `length` tokens.
 
-        A restored piece also has `start` and `place`, as in `Piece`.
+        A restored piece also has `start` and `arrival`, as in `Piece`.
         """
         raise NotImplementedError
 
@@ -252,14 +252,14 @@ class BestFit(Packer):
         full = len(self.fillers) >= target or self.counted >= limit
         return not self.ready or not full
 
-    def push(self, key: Key, length: int, start: int = 0, place: int | None = None) -> None:
+    def push(self, key: Key, length: int, start: int = 0, arrival: int | None = None) -> None:
         """Add a document, or its tail from token `start`.
 
-        `place` is its place on the token clock (default: behind everything that has arrived).
+        `arrival` is its time on the token clock (default: behind everything that has arrived).
         """
-        if place is None:
-            place = self.left + self.counted
-        piece = Piece(length, start, place)
+        if arrival is None:
+            arrival = self.left + self.counted
+        piece = Piece(length, start, arrival)
         self.tokens += length
         self.counted += min(length, self.capacity)
 
@@ -321,11 +321,11 @@ class BestFit(Packer):
             # A tail is a BOS, then context (targets off), then new tokens. Its placement starts at
             # the first token of the context. If there is little room, the row may end within the
             # context.
-            off = min(context, placed) - 1
-            placements.append(Placement(key, start - context + 1, placed, off))
+            repeated = min(context, placed) - 1
+            placements.append(Placement(key, start - context + 1, placed, repeated))
             self.inserted += 1
-            self.repeated += off
-            used = start + placed - 1 - off
+            self.repeated += repeated
+            used = start + placed - 1 - repeated
 
         # `used` of the document's `whole` tokens are now in rows. The others are dropped, or arrive
         # again with new context.
@@ -371,7 +371,7 @@ class BestFit(Packer):
         oldest = next(iter(self.timed), None)
         if oldest is None:
             return next(iter(self.fillers))
-        is_due = self.timed[oldest].place <= self.left
+        is_due = self.timed[oldest].arrival <= self.left
         if is_due or not self.fillers:
             return oldest
         return next(iter(self.fillers))
@@ -445,7 +445,7 @@ class Binned(BestFit):
         """True until `target` entries are pending."""
         return len(self.fillers) < max(1, target if self.pack else 1)
 
-    def push(self, key: Key, length: int, start: int = 0, place: int | None = None) -> None:
+    def push(self, key: Key, length: int, start: int = 0, arrival: int | None = None) -> None:
         """ValueError for an entry that is longer than a row."""
         T = self.capacity - 2
         if length > T + 1:
@@ -453,7 +453,7 @@ class Binned(BestFit):
                 f"a stored document has {length:,} tokens, but a row of the binned layout holds only "
                 f"{T + 1:,}; make the shards with --max-length {T}, or use --packing bestfit"
             )
-        super().push(key, length, start, place)
+        super().push(key, length, start, arrival)
 
     def next_row(self) -> list[Placement]:
         placements: list[Placement] = []
@@ -489,7 +489,7 @@ class Concat(Packer):
     def pending(self) -> int:
         return self.tokens - (1 if self.row else 0)
 
-    def push(self, key: Key, length: int, start: int = 0, place: int | None = None) -> None:
+    def push(self, key: Key, length: int, start: int = 0, arrival: int | None = None) -> None:
         self.documents[key] = Piece(length, start, 0)
         self.tokens += length - start
 

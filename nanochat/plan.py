@@ -32,7 +32,7 @@ from typing import Any, NamedTuple, Protocol, TypedDict, get_type_hints
 import numpy as np
 from tqdm import tqdm
 
-from nanochat.common import check_shape, print0, read_json, table
+from nanochat.common import check_shape, check_stop, print0, read_json, table
 from nanochat.config import Settings
 from nanochat.order import StreamConfig, open_order
 from nanochat.packing import Piece
@@ -44,8 +44,8 @@ from nanochat.sources import RunData, Source
 from nanochat.stream import (
     MUCH_CROPPED,
     Cursor,
+    DocumentKey,
     Feed,
-    Key,
     LaneState,
     Stream,
     ledger,
@@ -249,7 +249,9 @@ class Rehearsal(Feed):
         """A range needs no memory."""
         return document
 
-    def _fetch_pending(self, group: int, waiting: dict[Key, Piece]) -> dict[Key, Document]:
+    def _fetch_pending(
+        self, group: int, waiting: dict[DocumentKey, Piece]
+    ) -> dict[DocumentKey, Document]:
         """Read nothing: the packer knows the lengths of pending documents."""
         return {}
 
@@ -365,6 +367,7 @@ def _rehearse_steps(stream: Stream, n: int, steps: range) -> Rehearsed:
     dry_step: dict[str, int] = {}
     state = stream.state()
     for step in tqdm(steps, desc="rehearse", unit="step", delay=2):
+        check_stop()
         before = dict(stream.dropped)
         due = stream.rows[0] + n
         stream.next_rows(n)

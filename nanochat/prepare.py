@@ -53,6 +53,7 @@ from nanochat.common import (
     Remote,
     atomic_open,
     check_shape,
+    check_stop,
     counted,
     each,
     few,
@@ -74,6 +75,7 @@ FORMAT = 1  # of the prepared files
 GROUP_DOCUMENTS = 1024  # per row group
 RECORDS = "prepared.json"
 KEEP_S = 10.0  # time between two writes of it
+POLL_S = 0.1  # time between two looks at a lock
 FILE, LINE = "from_file", "from_line"  # columns: where a document is in the user's own files
 FULL = (errno.ENOSPC, errno.EDQUOT)
 
@@ -211,17 +213,28 @@ def _alone(folder: Path) -> Iterator[None]:
         ) from None
     try:
         with contextlib.suppress(OSError):  # some file systems have no locks
-            fcntl.flock(lock, fcntl.LOCK_EX)
+            while not _is_locked(lock):
+                check_stop()
+                time.sleep(POLL_S)
         yield
     finally:
         os.close(lock)
 
 
+def _is_locked(fd: int) -> bool:
+    """Lock an open file, unless another process has locked it. OSError if it has no locks."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return True
+    except BlockingIOError:
+        return False
+
+
 def _make(
     folder: Path, records: Records, missing: dict[str, TextFile], keys: dict[str, str]
 ) -> Records:
-    """Prepare the missing files, several at once, and return the records of all. After an error,
-    what is finished is kept, and recorded."""
+    """Prepare the missing files, several at once, and return the records of all. After an error
+    or a stop, what is finished is kept, and recorded."""
     elsewhere = _by_key()
     records = dict(records)
     errors: list[Exception] = []
@@ -231,6 +244,7 @@ def _make(
 
     def tick(documents: int) -> None:
         bar.update(documents)
+        check_stop()
         if errors:  # of another file
             raise errors[0]
 

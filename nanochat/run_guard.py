@@ -17,6 +17,7 @@ import time
 from contextlib import ExitStack
 from typing import Any
 
+from nanochat.common import Stop, join_reasons, stops_if
 from nanochat.config import Settings
 from nanochat.dist import (
     autodetect_device_type,
@@ -30,7 +31,7 @@ from nanochat.dist import (
 from nanochat.run_dir import run_path
 from nanochat.run_owner import Owner, RunState, claim
 from nanochat.run_state import identify
-from nanochat.run_stop import Stop, StopWatch, deadline, join_reasons
+from nanochat.run_stop import StopWatch, deadline
 from nanochat.watchdog import Watchdog, open_store
 
 log = logging.getLogger(__name__)
@@ -48,7 +49,7 @@ class Guard:
         lost                            0; else ''  any       the disk
         set_aside, sign                 0           main      the disk
         watch, stop_if_asked            all         main      the other ranks
-        beat, note, note_save, reason   each        main      nothing
+        beat, note_*, reason            each        main      nothing
         asked                           each        any       nothing
     """
 
@@ -68,6 +69,7 @@ class Guard:
     def __enter__(self) -> "Guard":
         with ExitStack() as stack:
             stack.enter_context(self._stop)
+            stack.enter_context(stops_if(self.asked))
             if problem := elastic_problem():
                 log.warning("%s", problem)
             self._join(stack)
@@ -105,7 +107,7 @@ class Guard:
         """On rank 0: own the run from here on. `news`: see `RunState.update`."""
         assert self.owner is not None, "only rank 0 owns a run"
         self.owner.sign()
-        state = RunState(self.owner, self.ranks, self._stop.check_flag, **news)
+        state = RunState(self.owner, self.ranks, self._stop.look_for_request, **news)
         self.state = self._stack.enter_context(state)
 
     def lost(self) -> str:
@@ -142,15 +144,15 @@ class Guard:
     def reason(self) -> str:
         """Why this rank should stop after the current step, or ''. Call it once per step: it counts
         how long steps take, and compares that with the walltime."""
-        return self._stop.check()
+        return self._stop.after_step()
 
     def asked(self) -> str:
         """The reason that is known already, such as a signal, or ''. Call it at any time."""
-        return self._stop.requested()
+        return self._stop.asked()
 
-    def note(self, what: str, seconds: float) -> None:
+    def note_work(self, what: str, seconds: float) -> None:
         """Some work between steps took so long; `reason` allows for that from now on."""
-        self._stop.note(what, seconds)
+        self._stop.note_work(what, seconds)
 
     def note_save(self, seconds: float) -> None:
         """A save took so long; the walltime keeps that for the last one."""
@@ -161,7 +163,3 @@ class Guard:
         reasons = gather_all(self.asked())
         if any(reasons):
             raise Stop(join_reasons(reasons))
-
-    def stop_waiting(self) -> None:
-        """The run is over: waits for object storage end at once."""
-        self._stop.ignore_stores()

@@ -22,7 +22,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from nanochat.common import LAUNCH, duration, open_door, print0, show
+from nanochat.common import duration, open_door, print0, show
 from nanochat.dist import versions
 from nanochat.run_dir import RowLosses, TrainLog
 from nanochat.run_guard import Guard
@@ -124,8 +124,6 @@ class Terminal(Sink):
             leave=False,
             disable=None,  # unless stderr is a terminal
         )
-        if not self.bar.disable:
-            LAUNCH.aside = tqdm.external_write_mode
 
     def event(self, name: str, step: int, record: dict[str, Any]) -> None:
         if name == "val":
@@ -144,7 +142,6 @@ class Terminal(Sink):
         self.bar.update()
 
     def close(self) -> None:
-        LAUNCH.aside = contextlib.nullcontext
         self.bar.close()
 
 

@@ -33,7 +33,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from nanochat.common import StopAsked, parse_json
+from nanochat.common import Stop, parse_json
 from nanochat.run_dir import finite, open_regular, set_aside
 from nanochat.run_state import (
     ACTIVE,
@@ -244,21 +244,21 @@ def exit_code(run_dir: Path, state: Mapping[str, Any]) -> int:
 class RunState(Sink):
     """Rank 0's writer of the state, the last sink of its journal.
 
-    Leaving the context without a final status sets "stopped" (for a StopAsked) or "failed", with
+    Leaving the context without a final status sets "stopped" (for a Stop) or "failed", with
     the exception as the reason. `ranks`: the values of `identify` on each rank, in rank order.
-    `check_flag`: called with the run directory, to look for a request to stop. Only `refresh` uses
-    the disk, and the heartbeat (nanochat/watchdog.py) calls it, so that no step waits.
+    `look_for_request`: called with the run directory, to look for a request to stop. Only `refresh`
+    uses the disk, and the watchdog calls it, so that no step waits.
     """
 
     def __init__(
         self,
         owner: Owner,
         ranks: Sequence[dict[str, Any]],
-        check_flag: Callable[[Path], None] = lambda run_dir: None,
+        look_for_request: Callable[[Path], None] = lambda run_dir: None,
         **news: object,
     ) -> None:
         self.owner = owner
-        self._check_flag = check_flag
+        self._look_for_request = look_for_request
         self._path = owner.run_dir / STATE_NAME
         empty = {name: "" if shape is str else None for name, shape in NEWS.items()}
         self._state: dict[str, Any] = {
@@ -293,7 +293,7 @@ class RunState(Sink):
         with self._one_writer:
             if self._closed:
                 return ""
-            self._check_flag(self.owner.run_dir)
+            self._look_for_request(self.owner.run_dir)
             lost, state = self.owner.lost(), dict(self._state)
             if not lost and (
                 state != self._written or time.monotonic() - self._written_at >= HEARTBEAT_S
@@ -345,7 +345,7 @@ class RunState(Sink):
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, StopAsked):
+        if isinstance(error, Stop):
             return self.end("stopped", str(error))
         reason = (
             str(error)

@@ -84,7 +84,7 @@ class Saves:
             self._saver.start(lambda: self._write(snapshot, name), last=last)
         if last or self.run.settings.sync_save:
             on_rank0(self.finish)
-        self.guard.note("copy", time.perf_counter() - began)
+        self.guard.note_work("copy", time.perf_counter() - began)
 
     def _write(self, snapshot: Snapshot, name: str) -> Path:
         """In the saver's thread, without any collective: write a snapshot, then delete older

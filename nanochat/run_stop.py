@@ -1,9 +1,9 @@
 """
 Why a run stops.
 
-    signal: the handler records it ----------.
-    flag file: rank 0's heartbeat checks it -+--> stop.check(): '' or the reason --> in the step's sum --> all stop
-    walltime: every rank --------------------'
+    signal: the handler records it ----------+--> stop.asked() ---------> ends a wait for data (common.check_stop)
+    flag file: rank 0's heartbeat checks it -'          |
+    walltime: every rank -----------------------> stop.after_step() ----> in the step's sum --> all ranks stop
 
     RUN/.shutdown_requested    written by scripts.stop; names the launch that it is meant for
 
@@ -29,11 +29,11 @@ import subprocess
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from nanochat.common import LAUNCH, duration, parse_json
+from nanochat.common import duration, parse_json
 from nanochat.run_dir import open_regular
 from nanochat.run_owner import last_owner
 from nanochat.run_state import identify_launcher, launcher_pid, process_start
@@ -146,10 +146,10 @@ def began_s(pid: int) -> float:
 
 
 class StopWatch:
-    """Collects the reasons for this process to stop. Inside the context, signals are recorded, and
-    a signal ends a wait for object storage; on exit the previous handlers are restored. Signals are
-    left alone if this is not the main thread: Python lets no other thread set handlers. SIGHUP is
-    left alone if it is ignored, as under nohup.
+    """Collects the reasons for this process to stop. Inside the context, signals are
+    recorded; on exit the previous handlers are restored. Signals are left alone if this is not the
+    main thread: Python lets no other thread set handlers. SIGHUP is left alone if it is ignored, as
+    under nohup.
 
     run_dir: a request to stop that is there now may be a leftover, see `_is_leftover`."""
 
@@ -180,11 +180,9 @@ class StopWatch:
                 # only SIGINT interrupts a system call
                 signal.siginterrupt(number, number == signal.SIGINT)
             self._watch_ctrl_c()
-        LAUNCH.stop = self.requested
         return self
 
     def __exit__(self, *error: object) -> None:
-        LAUNCH.stop = lambda: False
         StopWatch.ended = uptime_s()
         if self._previous:
             # ends the thread of _watch_ctrl_c
@@ -225,11 +223,7 @@ class StopWatch:
 
         threading.Thread(target=watch, name="ctrl-c", daemon=True).start()
 
-    def ignore_stores(self) -> None:
-        """The run is over: from now on, every wait for object storage ends immediately."""
-        LAUNCH.stop = lambda: True
-
-    def check_flag(self, run_dir: Path) -> None:
+    def look_for_request(self, run_dir: Path) -> None:
         """Check for a request to stop, and delete one that an earlier launch left behind. The
         owner's heartbeat calls this, so that no step waits for a disk."""
         with contextlib.suppress(OSError):
@@ -248,7 +242,7 @@ class StopWatch:
             return request.uptime_s < self._began_s
         return request == self._first_request and request.launcher != identify_launcher()
 
-    def note(self, what: str, seconds: float) -> None:
+    def note_work(self, what: str, seconds: float) -> None:
         """Record how long some work between steps took. It is not counted as part of the step, and
         from now on each check allows for that much time."""
         self._between_s += seconds
@@ -258,7 +252,7 @@ class StopWatch:
         """Record how long a save took: 1.5 times that is now reserved for the final save."""
         self._reserve_s = max(self._reserve_s, SAVE_MARGIN * seconds)
 
-    def requested(self) -> str:
+    def asked(self) -> str:
         """The reason to stop that is already known, such as a signal or the flag, or ''. Safe to
         call at any time."""
         if not self._reason and self._signals:
@@ -267,15 +261,15 @@ class StopWatch:
             self._reason = "asked by scripts.stop"
         return self._reason
 
-    def check(self, now: float | None = None) -> str:
+    def after_step(self, now: float | None = None) -> str:
         """The reason to stop, or ''; the first reason stays. Called once per step. `now`: monotonic
         seconds."""
         now = time.monotonic() if now is None else now
-        # the time of the step, without the work that `note` recorded
+        # the time of the step, without the work that `note_work` recorded
         if self._last_check is not None:
             self._steps.append(now - self._last_check - self._between_s)
         self._last_check, self._between_s = now, 0.0
-        if not self.requested() and self._deadline is not None:
+        if not self.asked() and self._deadline is not None:
             # enough for another step, one task of each kind, and the last save?
             left_s = self._deadline - now
             if (
@@ -286,28 +280,9 @@ class StopWatch:
         return self._reason
 
 
-class Stop(Exception):
-    """Ends the run before its horizon. All ranks raise this together, after the same step.
-    `status`: "stopped" on request, "halted" if a person must decide how to continue. `all_dry`:
-    it halts because every bucket is used up, not just one."""
-
-    def __init__(self, reason: str, status: str = "stopped", *, all_dry: bool = False) -> None:
-        super().__init__(reason)
-        self.reason = reason
-        self.status = status
-        self.all_dry = all_dry
-
-
 class Diverged(Exception):
     """Ends the run as failed: a loss or gradient norm is NaN or infinite, or every step is a spike.
     All ranks raise this together; the step was not applied."""
-
-
-def join_reasons(reasons: Sequence[str]) -> str:
-    """The first of all ranks' reasons to stop (in rank order, '' for none): 'walltime: ..',
-    'SIGUSR1', or 'SIGTERM (rank 1)' if not all ranks got a signal."""
-    rank, first = next(((rank, reason) for rank, reason in enumerate(reasons) if reason), (0, ""))
-    return f"{first} (rank {rank})" if first.startswith("SIG") and not all(reasons) else first
 
 
 class Request(NamedTuple):

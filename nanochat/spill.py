@@ -32,7 +32,7 @@ from typing import BinaryIO
 
 import numpy as np
 
-from nanochat.common import LAUNCH, AnyPath, StopAsked, as_path, get_base_dir
+from nanochat.common import AnyPath, as_path, check_stop, get_base_dir
 from nanochat.text import open_parquet, read_batches
 
 LARGE_BYTES = 16 << 20  # of text in a row group; smaller groups are decoded in memory
@@ -120,7 +120,7 @@ def decode_group(path: AnyPath, number: int, field: str, num_bytes: int) -> Spil
     """Decode row group `number` of a parquet file, which has about `num_bytes` of text.
 
     ValueError, as from `read_batches`, if it is damaged; OSError if the base directory has no room
-    for it; StopAsked if a stop is requested meanwhile.
+    for it; Stop if a stop is requested meanwhile.
     """
     with contextlib.ExitStack() as stack:
         try:
@@ -169,12 +169,13 @@ def _in_child(path: AnyPath, number: int, field: str, out: BinaryIO) -> None:
         text=True,
         start_new_session=True,
     )
-    while child.poll() is None:
-        if LAUNCH.stop():
-            child.kill()
-            child.wait()
-            raise StopAsked(f"asked to stop while a row group of {path} was decoded")
-        time.sleep(POLL_S)
+    try:
+        while child.poll() is None:
+            check_stop()
+            time.sleep(POLL_S)
+    finally:
+        child.kill()  # does nothing if it has ended
+        child.wait()
     assert child.stderr is not None
     said = child.stderr.read()
     kind, _, sentence = said.strip().partition(" ")

@@ -52,6 +52,7 @@ from nanochat.cli import EXIT_HALTED
 from nanochat.common import (
     as_path,
     begin_launch,
+    check_stop,
     open_door,
     print0,
     write_json,
@@ -499,6 +500,7 @@ def _first_cursors(start: Start, data: RunData) -> list[dict[str, Any]] | None:
     rows = settings.total_batch_size // settings.max_seq_len // config.V
     with contextlib.closing(stream):
         for _ in range(start.skip):
+            check_stop()
             if len(stream.next_rows(rows)) < rows * config.V:
                 raise ValueError(
                     f"--skip-steps={start.skip}: the data ends before that; skip fewer steps"

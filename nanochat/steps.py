@@ -6,13 +6,9 @@ import enum
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from nanochat.spikes import Window
-
-# in a step's message: the position of the dry flag, and how many numbers precede the buckets
-DRY = 4
-FLAGS = 8
 
 
 class Outcome(enum.Enum):
@@ -24,9 +20,49 @@ class Outcome(enum.Enum):
 
 
 @dataclass(frozen=True)
+class StepMessage:
+    """What a rank says about a step besides the losses of its rows: numbers that all ranks add up.
+
+        index    0  1  2  3    4    5     6        7     8 ...                  HEAD + num_buckets ...
+        holds    digest        dry  stop  unsaved  save  dropped, for each of   for each row of the step:
+                               (how many ranks)          num_buckets buckets    nats, live targets, bucket
+
+    The digest is in four parts of 16 bits, the lowest first. All these are integers that are small
+    enough to be added exactly, in float32, too."""
+
+    digest: int  # the rank's part; of the sum, mod 2**64
+    dry: int  # 1: the rank did not have all of its rows; of the sum, the number of such ranks
+    stop: int  # it was asked to stop
+    unsaved: int  # its last save failed, and the run must end
+    save: int  # a save is due according to its clock
+    dropped: Sequence[int]  # for each bucket, the number of the rank's lanes that have dropped it
+
+    DRY: ClassVar = 4
+    HEAD: ClassVar = 8  # how many numbers precede `dropped`
+
+    def numbers(self) -> list[int]:
+        """The message without the rows."""
+        digest = [self.digest >> 16 * i & 0xFFFF for i in range(4)]
+        return [*digest, self.dry, self.stop, self.unsaved, self.save, *self.dropped]
+
+    @classmethod
+    def read(cls, numbers: Sequence[float]) -> "StepMessage":
+        """The sum of some ranks' `numbers`."""
+        *digest, dry, stop, unsaved, save = map(int, numbers[: cls.HEAD])
+        whole = sum(part << 16 * i for i, part in enumerate(digest))
+        dropped = [int(lanes) for lanes in numbers[cls.HEAD :]]
+        return cls(whole % 2**64, dry, stop, unsaved, save, dropped)
+
+    @classmethod
+    def rows_at(cls, num_buckets: int) -> int:
+        """The index at which the rows begin."""
+        return cls.HEAD + num_buckets
+
+
+@dataclass(frozen=True)
 class StepTotals:
     """The totals of a step over all ranks: the same on every rank, and for every number of ranks
-    that divides the number of leaves. `nats`, `live` and `buckets` have one entry for each of the
+    that divides the number of leaves. `nats`, `live` and `bucket_ids` have one entry for each of the
     step's R rows."""
 
     digest: str  # 16 hex digits
@@ -37,7 +73,7 @@ class StepTotals:
     dropped: list[int]  # for each bucket, the number of lanes that have dropped it
     nats: list[float]  # the sum of each row's token losses
     live: list[int]  # the number of each row's live targets
-    buckets: list[int]  # the index of each row's bucket
+    bucket_ids: list[int]  # the index of each row's bucket
     grad_norm: float = 0.0  # before clipping
     norm_limit: float = math.inf  # the largest norm that was applied; -1: none was
     can_spike: bool = False  # there were limits for spikes
@@ -45,18 +81,19 @@ class StepTotals:
     @classmethod
     def read(cls, values: list[float], num_buckets: int) -> "StepTotals":
         """The totals in a message from `add_up`, copied by `fetch`."""
-        counts = [int(value) for value in values[: FLAGS + num_buckets]]
-        rows = values[FLAGS + num_buckets :]
+        rows_at = StepMessage.rows_at(num_buckets)
+        message = StepMessage.read(values[:rows_at])
+        rows = values[rows_at:]
         return cls(
-            digest=f"{sum(part << 16 * i for i, part in enumerate(counts[:4])) % 2**64:016x}",
-            dry=counts[DRY] > 0,
-            stop=counts[5] > 0,
-            unsaved=counts[6] > 0,
-            save=counts[7] > 0,
-            dropped=counts[FLAGS:],
+            digest=f"{message.digest:016x}",
+            dry=message.dry > 0,
+            stop=message.stop > 0,
+            unsaved=message.unsaved > 0,
+            save=message.save > 0,
+            dropped=[*message.dropped],
             nats=rows[0::3],
             live=[int(live) for live in rows[1::3]],
-            buckets=[int(bucket) for bucket in rows[2::3]],
+            bucket_ids=[int(bucket) for bucket in rows[2::3]],
         )
 
     @property
@@ -75,7 +112,7 @@ class StepTotals:
 
     def of_bucket(self, bucket: int) -> tuple[float, int]:
         """(mean loss per live target, number of live targets) of a bucket's rows."""
-        return self._mean([row for row, number in enumerate(self.buckets) if number == bucket])
+        return self._mean([row for row, number in enumerate(self.bucket_ids) if number == bucket])
 
     def _mean(self, rows: Sequence[int]) -> tuple[float, int]:
         live = sum(self.live[row] for row in rows)

@@ -27,6 +27,7 @@ pool reads their tokens.
 
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from contextvars import copy_context
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
@@ -67,7 +68,7 @@ CURSOR = {"format": int, "lane": int, "stream": dict, "row": int, "dropped": [st
 Cursor = dict[str, Any]  # of shape CURSOR
 
 
-class Key(NamedTuple):
+class DocumentKey(NamedTuple):
     """How cursors and packers name a document."""
 
     epoch: int
@@ -83,7 +84,7 @@ class FeedState(NamedTuple):
     num_documents: int
     read: int  # tokens of these documents
     counts: dict[str, int]  # of the packer
-    waiting: dict[Key, Piece]
+    waiting: dict[DocumentKey, Piece]
 
     def to_json(self) -> dict[str, Any]:
         """A feed's part of a cursor."""
@@ -152,7 +153,7 @@ class Unit(NamedTuple):
     """What a lane reads at once."""
 
     stop: int  # the place after it
-    keys: list[Key]  # of its documents, in the order of use
+    keys: list[DocumentKey]  # of its documents, in the order of use
     lengths: list[int]
     documents: list[Document]  # as the feed keeps them
 
@@ -183,7 +184,7 @@ class Feed:
         self.packer = config.new_packer()
         # the pending documents; after a resume, a Future of those of a group that the pool still
         # reads
-        self.documents: dict[Key, Document | Future[dict[Key, Document]]] = {}
+        self.documents: dict[DocumentKey, Document | Future[dict[DocumentKey, Document]]] = {}
         self.epoch = 0
         self.share = order.share(lane, 0)  # this lane's places in the current epoch
         self.place = self.share.start  # of the next unit
@@ -221,7 +222,9 @@ class Feed:
 
         # the unit, in the order of use
         in_order = [documents[position] for position in range(len(rows))]
-        keys = [Key(epoch, group, row) for group, row in zip(groups.tolist(), rows.tolist())]
+        keys = [
+            DocumentKey(epoch, group, row) for group, row in zip(groups.tolist(), rows.tolist())
+        ]
         lengths = [len(document.ids) for document in in_order]
         kept = [self._kept(document) for document in in_order]
         return Unit(place + len(rows), keys, lengths, kept)
@@ -250,7 +253,8 @@ class Feed:
         """Have the pool read the next unit of the epoch, unless it is already doing so."""
         has_more = self.place < self.share.stop
         if self.pool and has_more and self.unit is None:
-            self.unit = self.pool.submit(self._fetch, self.epoch, self.place, self.share.stop)
+            call = copy_context().run  # a stop ends its waits, too
+            self.unit = self.pool.submit(call, self._fetch, self.epoch, self.place, self.share.stop)
 
     def _fill(self) -> None:
         """Push units of the current epoch until the packer wants no more.
@@ -272,7 +276,7 @@ class Feed:
                     self._push(key, length, document)
             self.place = unit.stop
 
-    def _push(self, key: Key, length: int, document: Document) -> None:
+    def _push(self, key: DocumentKey, length: int, document: Document) -> None:
         """Give a document of `length` tokens to the packer, and enter it in the accounts.
 
         ValueError, which names its file, if no row can hold it.
@@ -340,7 +344,7 @@ class Feed:
         )
         return Row(self.lane, index, self.bucket, tokens, live, placed)
 
-    def _take(self, key: Key) -> Document:
+    def _take(self, key: DocumentKey) -> Document:
         """A document that the packer has placed.
 
         It stays pending if the packer will place it again.
@@ -367,11 +371,11 @@ class Feed:
         """
         what = f"cursor of lane {self.lane}, bucket {self.bucket!r}"
         check_shape(state, {**FEED, "place": int, "left": int, "waiting": [[int]]}, what)
-        waiting: dict[Key, Piece] = {}
+        waiting: dict[DocumentKey, Piece] = {}
         for entry in state["waiting"]:
             self._check_waiting(entry, what)
             epoch, group, row, *piece = entry
-            waiting[Key(epoch, group, row)] = Piece(*piece)
+            waiting[DocumentKey(epoch, group, row)] = Piece(*piece)
         self.epoch = state["epoch"]
         self.share = self.order.share(self.lane, self.epoch)
         self.place = state["place"]
@@ -380,19 +384,20 @@ class Feed:
         self.packer.restore(state, waiting)
 
         # read the pending documents group by group
-        groups: dict[int, dict[Key, Piece]] = {}
+        groups: dict[int, dict[DocumentKey, Piece]] = {}
         for key, piece in waiting.items():
             groups.setdefault(key.group, {})[key] = piece
         for group, pieces in groups.items():
             if self.pool:
-                reading = self.pool.submit(self._fetch_pending, group, pieces)
+                call = copy_context().run
+                reading = self.pool.submit(call, self._fetch_pending, group, pieces)
                 self.documents.update(dict.fromkeys(pieces, reading))
             else:
                 self.documents.update(self._fetch_pending(group, pieces))
 
     def _check_waiting(self, entry: Sequence[int], what: str) -> None:
         """ValueError unless an entry of "waiting" in a cursor names a document and a piece of it."""
-        is_valid = len(entry) == len(Key._fields) + len(Piece._fields) and min(entry) >= 0
+        is_valid = len(entry) == len(DocumentKey._fields) + len(Piece._fields) and min(entry) >= 0
         if is_valid:
             _, group, row, *_ = entry
             sizes = self.source.groups
@@ -403,7 +408,9 @@ class Feed:
                 f"checkpoint"
             )
 
-    def _fetch_pending(self, group: int, waiting: dict[Key, Piece]) -> dict[Key, Document]:
+    def _fetch_pending(
+        self, group: int, waiting: dict[DocumentKey, Piece]
+    ) -> dict[DocumentKey, Document]:
         """Read the documents of a group that a cursor lists.
 
         ValueError if the length of one has changed.

@@ -171,6 +171,7 @@ class TokenFile:
     All methods may be called from several threads at once. They raise ValueError, which names the
     file and the entry, for corrupt data. `vocab_size`: reading an id outside it is an error.
     `open_local`: makes the reader of a local file from its path and the type of its elements.
+    `cache`: where the local copy of a remote .idx goes, see `common.local_copy`.
     """
 
     def __init__(
@@ -179,13 +180,14 @@ class TokenFile:
         *,
         vocab_size: int | None = None,
         open_local: Callable[[Path, np.dtype], Reader] = MappedReader,
+        cache: Path | str | None = None,
     ):
         self.path = as_path(path).with_suffix(".bin")
         self.idx_path = self.path.with_suffix(".idx")
         self.vocab_size = vocab_size
         self.idx_bytes = _size(self.idx_path)
         self.num_bytes = _size(self.path)
-        self._index = open_local(local_copy(self.idx_path), np.dtype(np.uint8))
+        self._index = open_local(local_copy(self.idx_path, cache), np.dtype(np.uint8))
         self.tables: dict[str, Table] = {}
         self._read_header()
         self.reader: Reader

@@ -50,7 +50,7 @@ from nanochat.run_settings import build_model
 from nanochat.schedule import Schedule
 from nanochat.spikes import limits
 from nanochat.start_run import Start
-from nanochat.steps import DRY, FLAGS, Progress, StepTotals
+from nanochat.steps import Progress, StepMessage, StepTotals
 
 NEXT_STEP_S = 5.0  # how long a save waits for the rows of the next step, whose digest it stores
 
@@ -78,23 +78,15 @@ def add_up(
     """Collective. Add up the ranks' messages about a step, without any rounding. Returns the sum on
     the device, for `judge` and `StepTotals.read`.
 
-    rows: the rank's table, see `new_row_table`. dropped: for each bucket, the number of the rank's
-    lanes that have dropped it. digest: the rank's part of the batch digest. dry: it did not have
-    all of its rows. stop: it was asked to stop. unsaved: its save failed, and the run must end.
-    save: a save is due according to its clock.
+    rows: the rank's table, see `new_row_table`. The others: see `StepMessage`.
     """
-    # the digest (as four 16-bit parts), the flags and the counts are integers small enough to be
-    # added exactly
-    flags = torch.tensor(
-        [*(digest >> 16 * i & 0xFFFF for i in range(4)), dry, stop, unsaved, save, *dropped],
-        dtype=rows.dtype,
-        pin_memory=rows.is_cuda,
-    )
+    message = StepMessage(digest, dry, stop, unsaved, save, dropped)
+    head = torch.tensor(message.numbers(), dtype=rows.dtype, pin_memory=rows.is_cuda)
     # the table follows: each row was filled in by exactly one rank, and x + 0 is exact
-    message = torch.cat([flags.to(rows.device, non_blocking=True), rows.view(-1)])
+    added = torch.cat([head.to(rows.device, non_blocking=True), rows.view(-1)])
     if world_size > 1:
-        dist.all_reduce(message)
-    return message
+        dist.all_reduce(added)
+    return added
 
 
 def judge(
@@ -108,9 +100,10 @@ def judge(
     factor turns the gradient of (sum of losses / num_targets) into the gradient of the mean loss.
     `limit` is the largest gradient norm that is applied; -1, which every norm exceeds, if a rank is
     dry or the loss is NaN, infinite or above `loss_limit`. `StepTotals.outcome` reads it."""
-    nats, live, _ = message[FLAGS + num_buckets :].view(-1, 3).sum(dim=0)
+    rows = message[StepMessage.rows_at(num_buckets) :]
+    nats, live, _ = rows.view(-1, 3).sum(dim=0)
     loss = nats / live
-    good = (message[DRY] == 0) & loss.isfinite() & (loss <= loss_limit)
+    good = (message[StepMessage.DRY] == 0) & loss.isfinite() & (loss <= loss_limit)
     limit = torch.where(good, torch.full_like(loss, norm_limit), -1.0)
     return torch.full_like(live, num_targets) / live, limit
 
@@ -309,7 +302,7 @@ def take_step(
     """Collective. Add up all ranks' rows, update the weights, and only then wait for the device,
     once. Returns the totals; their `outcome` says whether the weights were updated.
 
-    `dry`, `stop`, `unsaved`, `save`: see `add_up`. `beat`: called at each point that all ranks
+    `dry`, `stop`, `unsaved`, `save`: see `StepMessage`. `beat`: called at each point that all ranks
     reach.
     """
     step = training.progress.step

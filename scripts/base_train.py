@@ -30,7 +30,7 @@ import torch
 
 from nanochat.checkpoint import list_checkpoints
 from nanochat.cli import EXIT_HALTED, Parser, lasting_output, quiet_gc, run_main, setup_logging
-from nanochat.common import StopAsked, counted, duration, print0
+from nanochat.common import Stop, counted, duration, join_reasons, print0
 from nanochat.config import Settings, add_flags, from_flags
 from nanochat.dataloader import DataLoader, Dry
 from nanochat.dist import RANKS_EVERY, gather_all, on_all_ranks, peak_memory, reserved_memory
@@ -41,7 +41,7 @@ from nanochat.run_journal import Journal, open_journal
 from nanochat.run_order import stream_config
 from nanochat.run_saves import Saves
 from nanochat.run_settings import is_compiled, is_tight
-from nanochat.run_stop import Diverged, Stop, join_reasons
+from nanochat.run_stop import Diverged
 from nanochat.run_summary import explain_out_of_memory, print_split, print_summary
 from nanochat.schedule import Schedule
 from nanochat.spikes import MOST_IN_A_ROW, remember
@@ -126,8 +126,7 @@ def build(run: Run, guard: Guard) -> Iterator[tuple[Training, Journal, Saves]]:
 
         journal = open_journal(run, guard)
         stack.callback(journal.close)
-        loader = stack.enter_context(open_loader(run, guard))
-        stack.callback(guard.stop_waiting)  # before the loader closes, which waits for its threads
+        loader = stack.enter_context(on_all_ranks(lambda: open_loader(run, guard)))
         leaves = LeafAccumulator(
             model.parameters(),
             len(loader.layout.leaves),
@@ -220,7 +219,7 @@ def loop(run: Run, training: Training, guard: Guard, journal: Journal, saves: Sa
                 between_steps("CORE", log_core, run, training, guard, journal)
             samples_due = due(run, progress.step, settings.sample_every, "samples")
             if samples_due and progress.step > 0 and guard.rank == 0:
-                with suppress(StopAsked):  # the next step handles the stop
+                with suppress(Stop):  # the next step handles the stop
                     between_steps("samples", log_samples, run, training, guard, journal)
             if progress.step >= last:
                 break
@@ -244,9 +243,6 @@ def loop(run: Run, training: Training, guard: Guard, journal: Journal, saves: Sa
         if guard.rank != 0:
             raise SystemExit(1) from e  # rank 0 prints the error
         raise ValueError(f"{e}. {after_failure(run)}") from e
-    except StopAsked as e:  # before the first step, while the data was read
-        journal.end("stopped", progress.step, str(e))
-        raise
     except Exception as e:
         with suppress(Exception):  # the log may be what failed
             journal.event("failed", progress.step, reason=f"{type(e).__name__}: {e}")
@@ -277,14 +273,16 @@ def between_steps(
     began = time.perf_counter()
     try:
         evaluate(run, training, guard, journal)
-    except (Stop, StopAsked):
+    except Stop:
         raise
     except Exception as e:
+        # of any kind, also a bug or a lack of memory: nothing that was measured decides what is
+        # trained, so a run of days does not end for it
         step = training.progress.step
         reason = f"{type(e).__name__}: {e}"
         print0(f"warning: step {step}: {what} failed: {reason}; the run continues")
         journal.event("evaluation_failed", step, what=what, reason=reason)
-    guard.note(what, time.perf_counter() - began)
+    guard.note_work(what, time.perf_counter() - began)
 
 
 # ---- a step --------------------------------------------------------------------------------------
@@ -326,12 +324,12 @@ def forward_backward(training: Training) -> tuple[torch.Tensor, Shortage | None]
             # no entry
             rows = loader.layout.rows_of(leaf, at)
             live = (batch.targets >= 0).sum(dim=1)
-            values = torch.stack([losses.detach(), live, batch.buckets], dim=1)  # (B, 3)
+            values = torch.stack([losses.detach(), live, batch.bucket_ids], dim=1)  # (B, 3)
             table[rows.start : rows.stop] = values[: len(rows)]
         return table, None
     except Dry as e:
         return table, Shortage(str(e), all_dry=e.bucket is None)
-    except StopAsked:  # a stop was requested while the loader waited for data
+    except Stop:  # a stop was requested while the loader waited for data
         return table, Shortage()
 
 

@@ -405,13 +405,13 @@ def owner_of(run_dir: Path) -> Owner:
 def a_step_is_a_second(total_s: float) -> None:
     """Of a walltime of `total_s` seconds, one second passes each time the run checks it, however
     long steps take."""
-    check = StopWatch.check
+    original = StopWatch.after_step
 
     def watched(self: Any, now: float | None = None) -> str:
         self.checks = getattr(self, "checks", 0) + 1
-        return check(self, (self._deadline or 0.0) - total_s + self.checks)
+        return original(self, (self._deadline or 0.0) - total_s + self.checks)
 
-    StopWatch.check = watched  # type: ignore[method-assign]
+    StopWatch.after_step = watched  # type: ignore[method-assign]
 
 
 def after_step(step: int, act: Callable[[], None]) -> None:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import DTypeLike
 
-from nanochat.common import LAUNCH, is_remote
+from nanochat.common import is_remote
 from nanochat.pretokenize import MegatronWriter
 from nanochat.tokens import MappedReader, Reader, TokenFile, pair_paths
 
@@ -147,15 +147,18 @@ class IndexedDataset:
         object_storage_config: ObjectStorageConfig | None = None,
     ):
         self.path_prefix, self.multimodal = str(path_prefix), multimodal
-        if object_storage_config is not None and is_remote(path_prefix):
-            LAUNCH.cache = object_storage_config.path_to_idx_cache
+        cache = None
+        if object_storage_config is not None:
+            cache = object_storage_config.path_to_idx_cache
         if not self.exists(path_prefix):
             missing = " and ".join(
                 str(path) for path in pair_paths(path_prefix) if not path.is_file()
             )
             raise FileNotFoundError(f"{path_prefix}: no such pair; missing: {missing}")
         self.file = TokenFile(
-            pair_paths(path_prefix)[0], open_local=MappedReader if mmap else FileReader
+            pair_paths(path_prefix)[0],
+            open_local=MappedReader if mmap else FileReader,
+            cache=cache,
         )
         if self.file.format != "megatron":
             raise ValueError(

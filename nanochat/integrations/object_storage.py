@@ -60,10 +60,10 @@ from typing import Any, BinaryIO, Literal, NamedTuple, TypeVar
 import numpy as np
 
 from nanochat.common import (
-    LAUNCH,
     Remote,
-    StopAsked,
+    Stop,
     atomic_open,
+    check_stop,
     each,
     get_base_dir,
     hash_json,
@@ -572,7 +572,7 @@ _last_warning = [-math.inf]  # time of the last warning about a wait
 
 def request(path: str, call: Callable[[Bucket, str], T], *, what: str = "") -> T:
     """The result of `call(client, key)` for a path. The call runs in a daemon thread, and the
-    caller waits here. StopAsked if a stop is requested meanwhile. `what` names the request in
+    caller waits here. Stop if a stop is requested meanwhile. `what` names the request in
     messages."""
     scheme, name, key = split(path)
     bucket_name = (scheme, name)
@@ -599,16 +599,17 @@ def request(path: str, call: Callable[[Bucket, str], T], *, what: str = "") -> T
         ANSWERED.add(bucket_name)
         return answer
 
-    def check_stop() -> None:
+    def poll() -> None:
+        check_stop()
         # At exit Python joins the threads of pools before it calls anything that could stop them.
-        if LAUNCH.stop() or getattr(threading, "_SHUTTING_DOWN", False):
-            raise StopAsked(f"{what}: no longer waiting, because the program is stopping")
+        if getattr(threading, "_SHUTTING_DOWN", False):
+            raise Stop("the program ends")
         now = time.monotonic()
         if now - max(start, _last_warning[0]) > PATIENCE.log_every_s:
             _last_warning[0] = now  # one warning for all pending requests
             log.warning("%s: still waiting for object storage (%.0f s)", what, now - start)
 
-    return next(each(call_until_valid, [None], poll=check_stop))
+    return next(each(call_until_valid, [None], poll=poll))
 
 
 @atexit.register
@@ -771,14 +772,12 @@ class RemotePath(Remote):
         open_bucket.cache_clear()
         ANSWERED.clear()
 
-    def local_copy(self) -> Path:
+    def local_copy(self, cache: Path | str | None = None) -> Path:
         """A local copy in CACHE/BUCKET/FOLDER. Its name begins with a hash of size and ETag, so
         another version's copy is never used, and processes that copy at the same time write the
         same bytes."""
         stat = self.pinned()
-        folder = Path(
-            LAUNCH.cache or get_base_dir() / "object_storage", *split(str(self.parent))[1:]
-        )
+        folder = Path(cache or get_base_dir() / "object_storage", *split(str(self.parent))[1:])
         copy = folder / f"{hash_json([stat.size, stat.etag])[:12]}-{self.name}"
         if not copy.is_file() or copy.stat().st_size != stat.size:
             folder.mkdir(parents=True, exist_ok=True)

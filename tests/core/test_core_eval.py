@@ -360,11 +360,11 @@ def test_a_run_logs_its_core_metric_when_due(tmp_path, monkeypatch):
             "evaluation does not change training"
         )
 
-        requested = StopWatch.requested
+        asked = StopWatch.asked
         evaluate = core_eval.evaluate_task
         tasks = []
         monkeypatch.setattr(
-            StopWatch, "requested", lambda self, *a: "SIGTERM" if tasks else requested(self, *a)
+            StopWatch, "asked", lambda self, *a: "SIGTERM" if tasks else asked(self, *a)
         )
         monkeypatch.setattr(core_eval, "evaluate_task", lambda *a: tasks.append(1) or evaluate(*a))
         outcome = training.succeed(**flags, eval_bundle=bundle, model_tag="stopped")

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import threading
+import time
 import types
 from collections import Counter
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 import nanochat.dataloader as module
+from nanochat.common import Stop, check_stop
 from nanochat.dataloader import (
     StepLayout,
     default_leaves,
@@ -104,6 +106,29 @@ def test_closing_in_the_middle_of_a_step_only_finishes_reads_in_progress(monkeyp
     closing.join(20)
     assert not closing.is_alive() and set(threading.enumerate()) <= before
     assert len(source.reads) <= 21
+
+
+@pytest.mark.parametrize("num_threads", [0, 1])
+def test_closing_a_loader_ends_the_waits_of_its_threads(monkeypatch, num_threads):
+    source = fixed_source()
+    waiting = threading.Event()
+    reasons = []
+
+    def read(*args):
+        waiting.set()
+        try:
+            for _ in range(2000):  # object storage would be patient for minutes
+                check_stop()
+                time.sleep(0.01)
+        except Stop as e:
+            reasons.append(e.reason)
+            raise
+
+    monkeypatch.setattr(source, "read", read)
+    loader = make_loader(source=source, num_threads=num_threads)
+    assert waiting.wait(20)
+    loader.close()
+    assert {*reasons} == {"the loader is closed"}
 
 
 # ---- validation ----------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from nanochat import dist as dist_module
+from nanochat.common import Stop, check_stop, stops_if
 from nanochat.dist import (
     autodetect_device_type,
     broadcast,
@@ -27,6 +28,7 @@ from nanochat.dist import (
     cpu_name,
     driver_version,
     gather_all,
+    gather_results,
     nvml_works,
     on_all_ranks,
     on_rank0,
@@ -165,6 +167,26 @@ def test_an_error_is_printed_once_with_rank_and_host_unless_rank_0_or_all_ranks_
     assert codes == [1] * 4 and not list(tmp_path.glob("value-*")), group.text()
     printed = f"error: {message.format(host=socket.gethostname())}\n"
     assert group.text() == group.outputs[0].read_text() == printed
+
+
+def stop_on(bad, how, rank):
+    """Only rank `bad` has a reason to stop, and raises it while it waits."""
+
+    def wait():
+        if rank == bad:
+            check_stop()
+        raise ValueError("a bad flag")
+
+    with (
+        stops_if(lambda: "SIGTERM" if rank == bad else ""),
+        pytest.raises(Stop, match=re.escape(f"SIGTERM (rank {bad})")),
+    ):
+        how(wait)
+
+
+@pytest.mark.parametrize(("how", "bad"), [(on_all_ranks, 1), (on_rank0, 0), (gather_results, 1)])
+def test_a_stop_of_one_rank_ends_all_ranks_for_its_reason(tmp_path, how, bad):
+    values(tmp_path, 2, partial(stop_on, bad, how))
 
 
 def bug_on(bad, how, rank):

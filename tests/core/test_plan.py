@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from nanochat import plan as plan_module
+from nanochat.common import Stop, stops_if
 from nanochat.order import StreamConfig
 from nanochat.plan import BucketPlan, Plan, make_plan, plan_lines, problem, warnings
 from nanochat.sources import open_source, scan
@@ -65,6 +66,14 @@ def test_the_figures_of_the_plan_match_counted_rows(tmp_path, kwargs, windows, e
     assert bucket.passes == pytest.approx(new / bucket.tokens, rel=slack)
     assert bucket.repeated == pytest.approx(repeated / arrived, abs=slack / 4)
     assert epochs == 0 or bucket.passes <= 1
+
+
+def test_a_stop_ends_the_planning_of_rows(tmp_path):
+    data = source(tmp_path / "a", [[20] * 50])
+    config = StreamConfig(T=16, V=4, buffer_size=64, max_epochs=1)
+    asked = iter(["", "", "SIGTERM"])
+    with stops_if(lambda: next(asked)), pytest.raises(Stop, match="SIGTERM"):
+        make_plan(config, {"a": data}, rows_per_step=4, num_steps=5)
 
 
 def test_a_resume_is_planned_from_its_cursors(tmp_path):

@@ -4,12 +4,16 @@ import errno
 import json
 import os
 import shutil
+import signal
 import threading
+import time
+from functools import partial
 
 import pyarrow.parquet as pq
 import pytest
 
 from nanochat import prepare
+from nanochat.common import Stop, stops_if
 from nanochat.files import data_at
 from nanochat.pins import fingerprint, read_manifests
 from nanochat.sources import check, check_files, open_source, scan, warn_of_arrivals
@@ -150,6 +154,34 @@ def test_launches_that_prepare_at_once_do_not_harm_each_other(
     assert check(manifests[0]) == manifests[0]
     if has_locks:
         assert len(converted) == 3, "one prepares while the others wait"
+
+
+def test_a_stop_ends_the_conversion_and_what_is_finished_is_kept(data, converted, monkeypatch):
+    finished = []
+    convert = prepare._convert
+
+    def one(file, *args):
+        while file.name == "c.jsonl" and len(finished) < 2:
+            time.sleep(0.01)
+        record = convert(file, *args)
+        finished.append(file.name)
+        return record
+
+    monkeypatch.setattr(prepare, "_convert", one)
+    with stops_if(lambda: "SIGTERM" * (len(finished) == 2)), pytest.raises(Stop, match="SIGTERM"):
+        scan(data)
+    assert sorted(finished) == ["a.jsonl", "b.jsonl"]
+    converted.clear()
+    scan(data)
+    assert converted == ["c.jsonl"]
+
+
+def test_a_stop_ends_the_wait_for_another_process_that_prepares(data):
+    scan(data)
+    [folder] = prepare.prepared_dir().iterdir()
+    (folder / "train/c.jsonl.parquet").unlink()
+    with prepare._alone(folder), stops_if(lambda: "SIGTERM"), pytest.raises(Stop, match="SIGTERM"):
+        scan(data)
 
 
 # ---- damage --------------------------------------------------------------------------------------
@@ -345,6 +377,24 @@ def test_hard_links_are_counted_once(data, base_dir):
 
 
 # ---- runs ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_sigterm_ends_a_launch_that_prepares_its_text_and_leaves_no_run(tmp_path, world_size):
+    with training.workplace(tmp_path, **training.SMALL, num_iterations=4) as base:
+        for name in "ab":
+            write_jsonl(base / f"text/{name}.jsonl", training.texts(120, seed=1))
+        group = training.start(
+            world_size, hook=sigterm_in_the_second_group, data_path=base / "text"
+        )
+        assert group.wait() == [0] * world_size, group.text()
+        assert "stopped: SIGTERM" in group.text() and "start: building" not in group.text()
+        assert not training.run_dir().exists() and not [*prepare.prepared_dir().rglob("*.parquet")]
+
+
+def sigterm_in_the_second_group():
+    prepare.GROUP_DOCUMENTS = 8
+    training.before("nanochat.prepare._columns", 2, partial(training.send, signal.SIGTERM))
 
 
 def test_a_run_on_jsonl_resumes_with_the_same_digests_after_its_folder_is_removed(tmp_path, capsys):

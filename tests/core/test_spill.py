@@ -149,8 +149,7 @@ def test_a_base_directory_without_room_is_named(folder, monkeypatch, apart, base
 
 def test_a_stop_ends_the_wait_for_a_child(folder, monkeypatch):
     monkeypatch.setattr(spill, "APART_BYTES", 0)
-    monkeypatch.setattr(common.LAUNCH, "stop", lambda: True)
-    with pytest.raises(common.StopAsked, match="asked to stop while a row group"):
+    with common.stops_if(lambda: "SIGTERM"), pytest.raises(common.Stop, match="SIGTERM"):
         texts_of(open_source(folder), 0, [0])
 
 

@@ -22,6 +22,7 @@ from nanochat.dataloader import MicroBatch, StepLayout
 from nanochat.reduce import LeafAccumulator
 from nanochat.run_settings import build_model
 from nanochat.schedule import Schedule
+from nanochat.steps import StepMessage
 from scripts.base_train import forward_backward
 
 T, B = 32, 1
@@ -177,7 +178,7 @@ def test_a_planted_item_is_caught(place):
 
 @pytest.mark.parametrize("wait", WAYS.values(), ids=WAYS)
 def test_every_way_to_wait_is_caught(wait):
-    message = torch.ones(trainer.FLAGS + 3, device=META)
+    message = torch.ones(StepMessage.rows_at(0) + 3, device=META)
     with planted(trainer, "judge", wait), Waits() as waits:
         trainer.judge(message, num_buckets=0, num_targets=1)
     assert waits.seen == ["waits"]

@@ -59,11 +59,11 @@ def test_previous_handlers_return_even_after_an_error_and_other_threads_leave_th
             with StopWatch() as stop:
                 os.kill(os.getpid(), signal.SIGUSR1)
                 raise RuntimeError
-        assert stop.check() == "SIGUSR1" and received == []
+        assert stop.after_step() == "SIGUSR1" and received == []
         with ThreadPoolExecutor(1) as pool, StopWatch() as stop:
             pool.submit(StopWatch().__enter__).result()
             os.kill(os.getpid(), signal.SIGUSR1)
-            assert stop.check() == "SIGUSR1"
+            assert stop.after_step() == "SIGUSR1"
         for number in SIGNALS:
             os.kill(os.getpid(), number)
         assert sorted(received) == sorted(SIGNALS)
@@ -129,7 +129,7 @@ def test_a_closed_stderr_does_not_keep_a_signal_from_stopping_the_run(monkeypatc
     )
     with StopWatch() as stop:
         os.kill(os.getpid(), signal.SIGTERM)
-        assert stop.check() == "SIGTERM"
+        assert stop.after_step() == "SIGTERM"
 
 
 def test_a_closed_terminal_stops_the_run():
@@ -138,7 +138,7 @@ def test_a_closed_terminal_stops_the_run():
     try:
         with StopWatch() as stop:
             os.kill(os.getpid(), signal.SIGHUP)
-            assert stop.check() == "SIGHUP"
+            assert stop.after_step() == "SIGHUP"
     finally:
         signal.signal(signal.SIGHUP, before)
 
@@ -148,7 +148,7 @@ def test_nohup_keeps_its_meaning():
     try:
         with StopWatch() as stop:
             os.kill(os.getpid(), signal.SIGHUP)
-            assert stop.check() == "" and signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+            assert stop.after_step() == "" and signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     finally:
         signal.signal(signal.SIGHUP, before)
 
@@ -252,17 +252,17 @@ def test_a_run_stops_while_a_step_a_save_or_the_reserve_and_the_slowest_work_of_
     for seconds in (1, save_s, 2):
         stop.note_save(seconds)
     for now in checks:
-        assert stop.check(now) == ""
+        assert stop.after_step(now) == ""
         if now in work:
-            stop.note(f"work {work[now]}", work[now])
-            stop.note(f"work {work[now]}", 1)
-    assert stop.check(stops_at) == stop.check(stops_at) == f"walltime: {left} s left"
+            stop.note_work(f"work {work[now]}", work[now])
+            stop.note_work(f"work {work[now]}", 1)
+    assert stop.after_step(stops_at) == stop.after_step(stops_at) == f"walltime: {left} s left"
 
 
 def test_a_run_past_its_walltime_says_by_how_much():
     """Regression: "-4 s left"."""
     stop = StopWatch(1000.0, reserve_s=0)
-    assert stop.check(1004.0) == "walltime: 4 s over"
+    assert stop.after_step(1004.0) == "walltime: 4 s over"
 
 
 def test_a_launch_begins_with_its_torchrun(monkeypatch):

@@ -30,7 +30,7 @@ from nanochat import (
     start_run,
 )
 from nanochat.checkpoint import MODEL_NAME, load_checkpoint
-from nanochat.common import StopAsked
+from nanochat.common import Stop
 from nanochat.run_dir import read_log
 from nanochat.run_owner import OWNER_NAME
 from scripts import base_train, inspect_data, status
@@ -488,13 +488,11 @@ def test_a_bug_in_a_step_keeps_its_traceback_and_is_logged_as_a_failure(monkeypa
 
 def test_a_stop_before_the_first_step_is_logged_as_a_stop_and_not_as_a_failure(monkeypatch):
     def stopped(*args):
-        raise StopAsked("asked to stop while the data was read")
+        raise Stop("SIGTERM")
 
     monkeypatch.setattr(base_train.Training, "check_next_step", stopped)
     succeed(**SHORT)
-    assert [event["reason"] for event in events("stopped")] == [
-        "asked to stop while the data was read"
-    ]
+    assert [event["reason"] for event in events("stopped")] == ["SIGTERM"]
     assert events("failed") == [] and training.state()["status"] == "stopped"
 
 

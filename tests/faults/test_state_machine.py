@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule, run_state_machine_as_test
 
 from nanochat import checkpoint, run_dir, run_owner, run_stop
-from nanochat.common import LAUNCH, hash_bytes
+from nanochat.common import hash_bytes, stop_reason
 from nanochat.stream import ledger
 from tests import crashes, training
 from tests.toy import examples
@@ -196,7 +196,7 @@ def request_stop(what):
     run = training.run_dir()
     if what == "flag":
         run_stop.request_stop(run)
-        training.wait_for(lambda: LAUNCH.stop())  # the heartbeat saw it
+        training.wait_for(stop_reason)  # the heartbeat saw it
     else:
         training.send(signal.Signals[what])
     (run.parent / "steps_at_request").write_text(str(len(training.steps())))

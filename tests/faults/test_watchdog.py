@@ -15,10 +15,11 @@ import torch
 import torch.distributed as dist
 
 from nanochat import watchdog
+from nanochat.common import Stop
 from nanochat.dist import gather_all
 from nanochat.run_owner import RunState
 from nanochat.run_state import identify, read_state
-from nanochat.watchdog import Watchdog, open_store
+from nanochat.watchdog import Clock, Heard, Limits, Record, Watchdog, open_store, to_blame
 from tests import training
 
 BAD_STEP = 5
@@ -45,7 +46,7 @@ def misbehave(how, dog, state):
     if how in ("sleep", "disk"):
         time.sleep(1000)
     elif how == "stop":
-        time.sleep(4 * dog.interval_s)  # until this step is published
+        time.sleep(4 * dog.limits.round)  # until this step is published
         os.kill(os.getpid(), signal.SIGSTOP)
     elif how == "work":  # longer than the limit and the time that rank 0 listens
         for _ in range(30):
@@ -170,8 +171,8 @@ def watcher(rank=0, world_size=3, store=None, **options):
     return Watchdog(store or dist.HashStore(), ranks, rank=rank, **options)
 
 
-def record(count=10, *, late=True, left=False):
-    return {"count": count, "at": f"step {count - 1}", "late": late, "left": left}
+def record(beats=10, *, late=True, left=False):
+    return Record(beats, f"step {beats - 1}", late, left)
 
 
 JUDGED = {  # rank 0 has waited too long at step 9: the records of ranks 1 and 2, and its verdict
@@ -206,24 +207,35 @@ JUDGED = {  # rank 0 has waited too long at step 9: the records of ranks 1 and 2
 }
 
 
-@pytest.mark.parametrize("case", JUDGED)
-def test_who_is_to_blame(case, monkeypatch):
-    *others, expected = JUDGED[case]
-    dog, now = watcher(timeout_s=600, first_timeout_s=0), 1000.0
-    dog._clock = now
+def late_watcher(others, rank=0):
+    """A watchdog whose main thread has been at step 9 for 700 s, and what it has heard of others."""
+    dog, now = watcher(rank, timeout_s=600, first_timeout_s=0), 1000.0
     for step in range(10):
         dog.beat(step)
-    dog._published[0] = record(), now
-    for rank, other in enumerate(others, 1):
-        if other is not None:
-            dog._published[rank] = (
-                (record(), now - dog.silence_s - 1) if other == "silent" else (other, now - 5)
-            )
-    monkeypatch.setattr(dog, "_idle", lambda: 700.0)
-    verdict = dog._judge()
+    dog._beat = dog._beat._replace(clock=now - 700)
+    dog._clock.now = now
+    for number, other in enumerate(others, 1):
+        if other == "silent":
+            dog._heard[number] = Heard(record(), now - dog.limits.silence - 1)
+        elif other is not None:
+            dog._heard[number] = Heard(other, now - 5)
+    return dog
+
+
+@pytest.mark.parametrize("case", JUDGED)
+def test_who_is_to_blame(case):
+    *others, expected = JUDGED[case]
+    verdict = late_watcher(others)._judge()
     assert verdict.startswith(expected) and bool(verdict) == bool(expected)
-    dog.rank = 1
-    assert dog._judge() == "", "only rank 0 judges"
+
+
+def test_only_rank_0_judges():
+    assert late_watcher([record(), record(9)], rank=1)._judge() == ""
+
+
+def test_a_lone_rank_is_to_blame_itself():
+    verdict = to_blame(["rank 0"], [Heard(record(5), 0.0)], [False], 9.0)
+    assert verdict == "rank 0 was last seen at step 4; no progress for 9 s"
 
 
 def test_rank_0_listens_before_it_judges_and_the_first_verdict_counts(monkeypatch):
@@ -248,11 +260,10 @@ def test_rank_0_listens_before_it_judges_and_the_first_verdict_counts(monkeypatc
         dog.beat(1)
         dog._over.wait(training.PATIENCE_S)
     [(verdict, after_s)] = ended
-    assert verdict.startswith("rank 1 on host node1") and after_s >= dog.silence_s == 1.0
+    assert verdict.startswith("rank 1 on host node1") and after_s >= dog.limits.silence == 1.0
     assert store.get(watchdog.VERDICT).decode() == verdict
     late = watcher(1, 2, store, timeout_s=0.1)
-    late._ours = "another"
-    assert not late._round() and late._verdict == verdict
+    assert late._ask("another", hurry=True).verdict == verdict
 
 
 def leave_with(error, rank, verdict=""):
@@ -316,32 +327,26 @@ def test_a_rank_whose_store_does_not_answer_prints_its_own_error_and_ends_at_onc
 
 
 def test_the_time_in_which_a_process_was_paused_does_not_count(monkeypatch):
-    monkeypatch.setattr(watchdog, "PAUSED_S", 0.2)
-    dog = Watchdog(None, [identify()], timeout_s=0.5, first_timeout_s=0.5)
-    ended = []
-    waits = []
-    monkeypatch.setattr(dog, "_end", ended.append)
-    dog.silence_s = 0.0
-    wait = dog._over.wait
-
-    def paused(seconds):
-        waits.append(seconds)
-        time.sleep(1.0 if len(waits) == 2 else 0.0)  # the whole machine
-        return wait(0.01)
-
-    monkeypatch.setattr(dog._over, "wait", paused)
-    with dog:
-        while len(waits) < 4:
-            time.sleep(0.01)
-        assert dog._idle() < 0.5
-    assert ended == []
+    times = iter([0.0, 1.0, 2.0, 3602.0, 3603.0])
+    monkeypatch.setattr(watchdog.time, "monotonic", lambda: next(times))
+    clock = Clock(longest_s=5.0)
+    for _ in range(4):
+        clock.tick()
+    assert clock.now == 1 + 1 + 5 + 1
 
 
 @pytest.mark.parametrize("timeout_s", [1.0, 10.0, 600.0])
 def test_one_pause_never_uses_up_the_limit(timeout_s):
     """Regression: with --collective-timeout-seconds=10, a pause of 16 s ended a healthy run."""
-    dog = Watchdog(None, [identify()], timeout_s=timeout_s)
-    assert dog.interval_s + dog.paused_s < timeout_s / 2
+    limits = Limits(timeout_s, timeout_s)
+    assert limits.round + limits.pause < timeout_s / 2
+
+
+def test_a_stop_of_all_ranks_is_no_failure(capfd):
+    store, verdicts = dist.HashStore(), []
+    with pytest.raises(Stop), watcher(1, 2, store, timeout_s=1, on_failure=verdicts.append):
+        raise Stop("SIGTERM")
+    assert verdicts == [] and capfd.readouterr().err == ""
 
 
 def test_a_single_process_needs_no_store_and_ends_when_it_hangs():

@@ -16,7 +16,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanochat.common import LAUNCH
 from nanochat.integrations import (
     megatron,
     megatron_api,
@@ -611,18 +610,13 @@ def test_fields_of_megatron_core_that_change_no_sample_are_accepted(caplog):
     assert "without effect" in message
 
 
-@pytest.mark.parametrize(
-    "prefix, folders",
-    [("/data/web", [None, None]), ("s3://bucket/web", ["/somewhere", "/elsewhere"])],
-)
-def test_indices_of_remote_data_are_copied_into_the_configured_folder(prefix, folders, monkeypatch):
+def test_indices_of_remote_data_are_copied_into_the_configured_folder(monkeypatch):
     used = []
 
-    def open_file(path, open_local):
-        used.append(LAUNCH.cache)
+    def open_file(path, open_local, cache):
+        used.append(cache)
         raise EOFError
 
-    monkeypatch.setattr(LAUNCH, "cache", None)
     monkeypatch.setattr(megatron_files, "TokenFile", open_file)
     monkeypatch.setattr(IndexedDataset, "exists", staticmethod(lambda prefix: True))
     config = GPTDatasetConfig(
@@ -630,10 +624,10 @@ def test_indices_of_remote_data_are_copied_into_the_configured_folder(prefix, fo
     )
     storage = ObjectStorageConfig(path_to_idx_cache="/elsewhere", bin_chunk_nbytes=1 << 20)
     with pytest.raises(EOFError):
-        GPTDataset.build_low_level_dataset(prefix, config)
+        GPTDataset.build_low_level_dataset("s3://bucket/web", config)
     with pytest.raises(EOFError):
-        IndexedDataset(prefix, mmap=False, object_storage_config=storage)
-    assert used == folders
+        IndexedDataset("s3://bucket/web", mmap=False, object_storage_config=storage)
+    assert used == ["/somewhere", "/elsewhere"]
 
 
 def test_names_of_megatron_core_that_user_code_imports():

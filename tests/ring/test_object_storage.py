@@ -25,13 +25,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanochat.common import (
-    LAUNCH,
-    StopAsked,
+    Stop,
     as_path,
     begin_launch,
     is_remote,
     local_copy,
     make_local_copies,
+    stops_if,
 )
 from nanochat.files import data_at, find_files
 from nanochat.integrations import object_storage
@@ -214,22 +214,28 @@ def test_parquet_is_read_by_its_footer_and_one_column(store):
 def test_a_local_copy_is_written_once_and_is_the_listed_version(store, tmp_path):
     store.put("x/i.idx", b"one" * 1000)
     path = as_path(store.path("x/i.idx"))
-    begin_launch(tmp_path)
-    copy = local_copy(path)
+    copy = local_copy(path, tmp_path)
     assert (
         copy.read_bytes() == b"one" * 1000
         and copy.parent == tmp_path / "bucket" / "x"
         and copy.suffix == ".idx"
     )
-    assert local_copy(path) == copy and len(store.proxy.gets("i.idx")) == 1
+    assert local_copy(path, tmp_path) == copy and len(store.proxy.gets("i.idx")) == 1
     store.put("x/i.idx", b"two" * 1000)  # the same size
     copy.write_bytes(b"truncated")
     with pytest.raises(ValueError, match=r"x/i.idx: it has changed since this run began"):
-        local_copy(path)
-    begin_launch(tmp_path)
-    make_local_copies([path, path.with_name("none.idx"), Path("/etc/hosts")])
-    new, old = local_copy(path), copy
+        local_copy(path, tmp_path)
+    begin_launch()
+    new, old = local_copy(path, tmp_path), copy
     assert new.read_bytes() == b"two" * 1000 and set(copy.parent.iterdir()) == {new, old}
+
+
+def test_local_copies_of_objects_are_below_the_base_directory(store, base_dir):
+    store.put("x/i.idx", b"one" * 1000)
+    path = as_path(store.path("x/i.idx"))
+    make_local_copies([path, path.with_name("none.idx"), Path("/etc/hosts")])
+    [copy] = [place for place in base_dir.rglob("*") if place.is_file()]
+    assert local_copy(path) == copy and copy.parent == base_dir / "object_storage/bucket/x"
 
 
 def test_a_key_with_a_comma_names_one_object(store):
@@ -562,13 +568,12 @@ def test_an_error_names_the_default_address_if_no_endpoint_is_set(
 def test_a_pending_request_ends_when_the_program_should_stop(store, monkeypatch):
     path, stops = as_path(store.path(KEY)), []
     monkeypatch.setattr(object_storage, "PATIENCE", replace(QUICK, silence_s=2.0 * PATIENCE_S))
-    monkeypatch.setattr(LAUNCH, "stop", lambda: stops)
     store.proxy.faults.append(Fault(stall=True, times=-1))
-    threading.Timer(0.3, lambda: stops.append(1)).start()
+    threading.Timer(0.3, lambda: stops.append("SIGTERM")).start()
     start = time.monotonic()
-    with pytest.raises(StopAsked, match=r"s3://bucket/a: no longer waiting"):
+    with stops_if(lambda: "".join(stops)), pytest.raises(Stop, match="SIGTERM"):
         path.parent.is_dir()
-    assert time.monotonic() - start < PATIENCE_S and LAUNCH.stop()
+    assert time.monotonic() - start < PATIENCE_S
 
 
 @pytest.mark.parametrize("how", ["ends", "Ctrl-C"])
@@ -663,14 +668,14 @@ def test_profiles_of_multi_storage_client(monkeypatch, real, tmp_path):
         file.write_bytes(data)
         fake.objects["x/t.bin"] = data
 
-    begin_launch(tmp_path / "cache")
+    begin_launch()
     put(TOKENS[:5000].tobytes())
     path = as_path("msc://mine/x/t.bin")
     r = RemoteReader(path, np.uint16)
     assert (r.read(10, 400) == TOKENS[10:400]).all() and (real or fake.short < 0)
     assert (
         list_objects("msc://mine/x") == [r.pinned]
-        and local_copy(path).read_bytes() == TOKENS[:5000].tobytes()
+        and local_copy(path, tmp_path / "cache").read_bytes() == TOKENS[:5000].tobytes()
     )
     assert find("msc://mine/x/none") is None and not as_path("msc://mine/y").exists()
     with pytest.raises(

@@ -448,7 +448,7 @@ def test_a_launch_whose_service_stalls_at_the_start_ends_on_a_signal(bucket, met
     began = time.monotonic()
     os.kill(group.processes[0].pid, signal.SIGTERM)
     assert group.wait() == [0] and time.monotonic() - began < training.PATIENCE_S, group.text()
-    assert "no longer waiting" in group.text() and not run_dir().exists()
+    assert "stopped: SIGTERM" in group.text() and not run_dir().exists()
 
 
 def test_a_completed_run_does_not_wait_for_a_service_that_stalls(bucket, monkeypatch):

@@ -44,7 +44,7 @@ with StopWatch() as stop:
     step = int(saved.split("-")[1]) if saved else 0
     me = [identify()]
     news = dict(num_iterations=20, step=step, checkpoint=saved, status="running")
-    with RunState(owner, me, stop.check_flag, **news) as run, \\
+    with RunState(owner, me, stop.look_for_request, **news) as run, \\
             Watchdog(None, me, timeout_s=4, refresh=run.refresh):
         status = ""
         while not status:
@@ -56,7 +56,7 @@ with StopWatch() as stop:
                 time.sleep(number("STEP_S", 0.01))
                 step += 1
                 run.update(step=step, loss=4.0 - 0.1 * step, tokens=step * 1000, tokens_per_s=1e5, eta_s=20.0 - step)
-                reason = stop.check() or "walltime" * (step % number("STEPS", 1000) == 0)
+                reason = stop.after_step() or "walltime" * (step % number("STEPS", 1000) == 0)
                 status = "completed" * (step == 20) or "stopped" * bool(reason)
             if status or step % number("SAVE_EVERY", 1000) == 0:
                 run.update(checkpoint=f"checkpoint-{step}")

@@ -5,13 +5,18 @@ import json
 import pytest
 
 from nanochat.common import (
+    Stop,
+    check_stop,
     counted,
     differences,
     duration,
+    each,
     get_base_dir,
     public,
     read_json,
     show,
+    stop_reason,
+    stops_if,
     visible,
 )
 
@@ -106,3 +111,24 @@ def test_differences_are_named_in_order_and_one_that_is_missing_is_told_apart():
     first, second = {"a": 1, "b": 2, "c": None}, {"b": 3, "a": 1, "d": 4}
     assert differences(first, second) == [("b", 2, 3), ("d", None, 4)]
     assert differences(first, second, missing="-") == [("b", 2, 3), ("c", None, "-"), ("d", "-", 4)]
+
+
+# ---- stopping ------------------------------------------------------------------------------------
+
+
+def test_a_wait_ends_for_the_reason_of_whoever_called_it():
+    check_stop()
+    with stops_if(lambda: "SIGTERM"), pytest.raises(Stop, match="SIGTERM"):
+        check_stop()
+    check_stop()
+
+
+def test_a_stop_reaches_the_threads_below_and_no_others():
+    with stops_if(lambda: "SIGTERM"):
+        assert [*each(lambda _: stop_reason(), "ab")] == ["SIGTERM", "SIGTERM"]
+    assert [*each(lambda _: stop_reason(), "ab")] == ["", ""]
+
+
+def test_an_inner_reason_does_not_hide_the_outer_one():
+    with stops_if(lambda: "SIGTERM"), stops_if(lambda: ""):
+        assert stop_reason() == "SIGTERM"

@@ -10,12 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanochat import run_stop
+from nanochat.common import join_reasons
 from nanochat.run_stop import (
     FLAG_NAME,
     SIGNALS,
     StopWatch,
     deadline,
-    join_reasons,
     request_stop,
 )
 
@@ -25,10 +25,10 @@ from nanochat.run_stop import (
 @pytest.mark.parametrize("number", SIGNALS)
 def test_a_signal_is_reported_once_and_the_first_one_is_the_reason(number, capfd):
     with StopWatch() as stop:
-        assert stop.check() == stop.requested() == ""
+        assert stop.after_step() == stop.asked() == ""
         os.kill(os.getpid(), number)
         os.kill(os.getpid(), signal.SIGUSR2)
-        assert [stop.requested(), stop.check(), stop.check()] == [number.name] * 3
+        assert [stop.asked(), stop.after_step(), stop.after_step()] == [number.name] * 3
     err = capfd.readouterr().err
     assert (
         err.startswith(f"\n{number.name}: stopping after the current step")
@@ -49,11 +49,11 @@ def test_the_save_fits_if_no_step_is_longer_than_the_steps_before_it(steps, rese
     stop = StopWatch(500.0, reserve_s=reserve_s)
     stop.note_save(save_s)
     now, checks = 0.0, 0
-    stop.check(now)
-    while not stop.check(now) and now < 1000:
+    stop.after_step(now)
+    while not stop.after_step(now) and now < 1000:
         now += steps[min(checks, len(steps) - 1)]
         checks += 1
-    assert stop.check().startswith("walltime")
+    assert stop.after_step().startswith("walltime")
     if checks > 1:  # the first step is longer than anything before it
         assert now + max(save_s, reserve_s) <= 500.0 + 1e-6
 
@@ -88,8 +88,8 @@ def elsewhere(monkeypatch):
 def asks(stop, run):
     """Whether a launch stops because of what is in its run directory, and whether it has left the
     flag there."""
-    stop.check_flag(run)
-    return stop.requested(), (run / FLAG_NAME).exists()
+    stop.look_for_request(run)
+    return stop.asked(), (run / FLAG_NAME).exists()
 
 
 ASKED = ("asked by scripts.stop", True)
@@ -103,7 +103,7 @@ def test_a_request_is_honoured_whatever_the_clocks_say(tmp_path, monkeypatch, sh
     with elsewhere(monkeypatch) if remote else contextlib.nullcontext():
         request_stop(tmp_path)
     os.utime(tmp_path / FLAG_NAME, (now + shift_s, now + shift_s))
-    assert stop.requested() == "" and asks(stop, tmp_path) == ASKED
+    assert stop.asked() == "" and asks(stop, tmp_path) == ASKED
 
 
 @pytest.mark.parametrize("remote", [False, True])

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from nanochat.steps import Outcome, Progress, StepTotals
+from nanochat.steps import Outcome, Progress, StepMessage, StepTotals
 
 WHOLE = {
     "digest": "0" * 16,
@@ -17,7 +17,7 @@ WHOLE = {
     "dropped": [0],
     "nats": [6.0, 3.0],
     "live": [2, 1],
-    "buckets": [0, 0],
+    "bucket_ids": [0, 0],
 }
 
 
@@ -25,25 +25,35 @@ def totals(**changed):
     return StepTotals(**{**WHOLE, **changed})
 
 
-def parts_of(digest):
-    """Four numbers below 2**16, which a message adds up exactly in float32 for up to 256 ranks."""
-    return [digest >> 16 * i & 0xFFFF for i in range(4)]
+def says(digest=0, *flags):
+    """A rank's message, of numbers that are added exactly in float32 for up to 256 ranks."""
+    return StepMessage(digest, *(flags or [0, 0, 0, 0]), [])
 
 
 @given(st.lists(st.integers(0, 2**64 - 1), min_size=1, max_size=9))
 @example([2**63])
 @example([2**64 - 1, 1])
 def test_law_the_digest_of_a_message_is_the_sum_over_all_ranks(digests):
-    added = [sum(parts) for parts in zip(*map(parts_of, digests))]
-    read = StepTotals.read([*added, 0, 0, 0, 0], num_buckets=0)
-    assert read.digest == f"{sum(digests) % 2**64:016x}"
+    messages = [says(digest).numbers() for digest in digests]
+    assert all(max(numbers) < 2**16 for numbers in messages)
+    added = [sum(parts) for parts in zip(*messages)]
+    assert StepTotals.read(added, num_buckets=0).digest == f"{sum(digests) % 2**64:016x}"
+
+
+@given(st.integers(0, 2**64 - 1), st.tuples(*[st.integers(0, 1)] * 4), st.lists(st.integers(0, 99)))
+def test_law_a_message_is_read_as_it_was_written(digest, flags, dropped):
+    message = StepMessage(digest, *flags, dropped)
+    numbers = message.numbers()
+    assert StepMessage.read(numbers) == message
+    assert len(numbers) == StepMessage.rows_at(len(dropped))
+    assert numbers[StepMessage.DRY] == message.dry
 
 
 def test_golden_a_message_is_flags_then_dropped_lanes_then_three_numbers_per_row():
     flags = [0, 1, 0, 2]  # of the ranks, how many are dry, stop, have not saved, want to save
     message = [7, 0, 0, 0, *flags, 3, 0, 6.0, 2, 1, 3.0, 1, 0]
     assert StepTotals.read(message, num_buckets=2) == totals(
-        digest=f"{7:016x}", stop=True, save=True, dropped=[3, 0], buckets=[1, 0]
+        digest=f"{7:016x}", stop=True, save=True, dropped=[3, 0], bucket_ids=[1, 0]
     )
 
 
@@ -53,7 +63,7 @@ def test_the_loss_is_the_mean_over_live_targets_and_not_over_rows():
 
 def test_the_losses_of_rows_are_added_without_rounding_in_any_order():
     for nats in ([2.0**53, 1.0, 1.0, -(2.0**53)], [1.0, 2.0**53, -(2.0**53), 1.0]):
-        assert totals(nats=nats, live=[1, 1, 1, 1], buckets=[0] * 4).loss == 0.5
+        assert totals(nats=nats, live=[1, 1, 1, 1], bucket_ids=[0] * 4).loss == 0.5
 
 
 def test_the_loss_of_a_step_without_live_targets_is_nan():
@@ -61,7 +71,7 @@ def test_the_loss_of_a_step_without_live_targets_is_nan():
 
 
 def test_a_bucket_has_the_loss_of_its_own_rows():
-    step = totals(nats=[6.0, 3.0], live=[2, 4], buckets=[1, 0])
+    step = totals(nats=[6.0, 3.0], live=[2, 4], bucket_ids=[1, 0])
     assert [step.of_bucket(i) for i in (0, 1)] == [(0.75, 4), (3.0, 2)]
 
 
@@ -85,7 +95,7 @@ def test_a_step_is_applied_or_a_spike_or_void(changed, outcome):
 def test_law_the_smoothed_loss_of_equal_losses_is_that_loss(loss, steps):
     progress = Progress()
     for _ in range(steps):
-        smooth = progress.count_step(totals(nats=[loss], live=[1], buckets=[0]), 8, 1.0)
+        smooth = progress.count_step(totals(nats=[loss], live=[1], bucket_ids=[0]), 8, 1.0)
     assert smooth == pytest.approx(loss)
     assert (progress.step, progress.tokens, progress.train_time_s) == (steps, 8 * steps, steps)
 

@@ -788,12 +788,14 @@ def setting_tables(
     tables: dict[str, list[tuple[Any, ...]]] = {"set": [], "worked out": [], "default": []}
     known = known_settings(config)
     for name, value in config.items():
+        if name == "fork":  # the record of a fork, which reports describe in words
+            continue
         default = known[name].default if name in known else None
         if name in known and value == default:
             tables["default"].append((name, json.dumps(value)))
         elif name in typed:
             tables["set"].append((name, json.dumps(value), json.dumps(default)))
-        elif name in current(config) and name not in ("derived", "fork"):
+        elif name in current(config) and name != "derived":
             tables["worked out"].append((name, json.dumps(value)))
     for name, value in config["derived"].items():
         if name not in typed:

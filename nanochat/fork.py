@@ -19,17 +19,17 @@ for bit, and deleting the parent does no harm.
 how documents are selected. With another length of rows or another packing, documents that were
 waiting in a buffer are packed anew, and the ledger starts with them.
 
-`Fork` is the record in config.json, from which schedules and plans count on.
+`run_dir.Fork` is the record in config.json, from which schedules and plans count on.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from nanochat.checkpoint import SCHEDULER_NAME, Checkpoint, find_checkpoint
 from nanochat.cli import Decides
-from nanochat.common import check_shape, differences, hash_json
+from nanochat.common import differences, hash_json
 from nanochat.config import OF_ONE_RUN, Settings, fields_of, flag
 from nanochat.files import data_at
 from nanochat.gpt import GPTConfig
@@ -43,7 +43,7 @@ from nanochat.pins import (
     pins_of,
     read_manifests,
 )
-from nanochat.run_dir import is_run_dir, read_config
+from nanochat.run_dir import Fork, is_run_dir, read_config
 from nanochat.run_order import order_of, stream_config
 from nanochat.sources import RunData, check_files
 from nanochat.stream import Cursor, RowsConfig, stream_identity
@@ -55,35 +55,6 @@ MACHINE = ("world_size", "cpu_threads", "device_type")
 # settings that decide the length of a run
 LENGTH = ("num_iterations", "target_flops", "target_param_data_ratio", "curriculum")
 PACKING = ("T", "layout", "long_docs", "overlap")  # a change of these packs documents anew
-
-
-class Fork(NamedTuple):
-    """The record of a fork in its config.json. Steps and tokens are the parent's at the fork."""
-
-    run: str  # the parent
-    checkpoint: str
-    step: int
-    tokens: int
-    checksum: str  # of the parent's seal
-    changes: dict[str, list[Any]]  # {setting: [parent's value, fork's value]}
-    mix_tokens: int  # tokens that were trained when the present curriculum began
-    share_limit: int | None  # see `StreamConfig`
-
-    @classmethod
-    def of(cls, settings: Settings) -> "Fork | None":
-        """The record of a run, None if it is not a fork. ValueError if it was damaged."""
-        if settings.fork is None:
-            return None
-        shape: dict[str, Any] = {
-            "run": str,
-            "checkpoint": str,
-            "step": int,
-            "tokens": int,
-            "checksum": str,
-        }
-        shape |= {"changes": dict, "mix_tokens": int, "share_limit": int | None}
-        check_shape(settings.fork, shape, "config.json: fork")
-        return cls(**{name: settings.fork[name] for name in cls._fields})
 
 
 @dataclass(frozen=True)
@@ -130,7 +101,7 @@ def branch_off(settings: Settings, parent: Parent) -> Settings:
             )
     before = stream_config(parent.settings)
     after = stream_config(replace(settings, fork=parent.settings.fork))
-    earlier = Fork.of(parent.settings)
+    earlier = Fork.of(parent.settings.fork)
     share_limit = mix_tokens = None
     if isinstance(before, StreamConfig) and isinstance(after, StreamConfig):
         share_limit = before.share_limit
@@ -215,7 +186,7 @@ def _changes(settings: Settings, parent: Parent) -> dict[str, list[Any]]:
 def first_checkpoint(parent: Parent, settings: Settings, model_config: GPTConfig) -> Checkpoint:
     """The parent's checkpoint as the first one of the fork."""
     checkpoint = parent.checkpoint
-    fork = Fork.of(settings)
+    fork = Fork.of(settings.fork)
     assert fork is not None
     shape = {**checkpoint.model_config, "sequence_len": model_config.sequence_len}
     state = {
@@ -232,7 +203,7 @@ def first_checkpoint(parent: Parent, settings: Settings, model_config: GPTConfig
 
 def describe_fork(settings: Settings) -> str:
     """What a fork continues, and what it changes, as a sentence. '' for another run."""
-    fork = Fork.of(settings)
+    fork = Fork.of(settings.fork)
     if fork is None:
         return ""
     changes = [f"{flag(name)} {was!r} -> {now!r}" for name, (was, now) in fork.changes.items()]
@@ -250,7 +221,7 @@ def files_of_fork(parent: Parent, settings: Settings) -> Manifests:
     any of the parent's files begins anew. FileNotFoundError or ValueError names a file of the
     parent that is gone or has changed.
     """
-    fork = Fork.of(settings)
+    fork = Fork.of(settings.fork)
     assert fork is not None
     order = order_of(settings)
     if not order.feeds_lanes:  # an order of samples: all of its files, which may have moved
@@ -332,7 +303,7 @@ def continue_cursors(
     Each bucket continues where it was, and new ones start from their beginning. A new curriculum
     starts with its first phase.
     """
-    fork = Fork.of(settings)
+    fork = Fork.of(settings.fork)
     assert fork is not None
     cursors = parent.checkpoint.cursors
     before = stream_config(parent.settings)

@@ -49,12 +49,13 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
 from nanochat.cli import did_you_mean
 from nanochat.common import (
+    check_shape,
     fsync_dir,
     get_base_dir,
     parse_json,
@@ -156,6 +157,44 @@ def read_config(run_dir: Path) -> dict[str, Any]:
         )
         raise FileNotFoundError(f"{path}: missing, so {reason}")
     return read_json(path, dict, remedy=remedy)
+
+
+class Fork(NamedTuple):
+    """The record of a fork in its config.json. Steps and tokens are the parent's at the fork."""
+
+    run: str  # the parent
+    checkpoint: str
+    step: int
+    tokens: int
+    checksum: str  # of the parent's seal
+    changes: dict[str, list[Any]]  # {setting: [parent's value, fork's value]}
+    mix_tokens: int  # tokens that were trained when the present curriculum began
+    share_limit: int | None  # see `StreamConfig`
+
+    @classmethod
+    def of(cls, record: object, where: Path | str = CONFIG_NAME) -> "Fork | None":
+        """The record in a run's config.json, None if the run is not a fork. ValueError, which
+        begins with `where`, if it was damaged."""
+        if record is None:
+            return None
+        shape: dict[str, Any] = {
+            "run": str,
+            "checkpoint": str,
+            "step": int,
+            "tokens": int,
+            "checksum": str,
+        }
+        shape |= {"changes": dict, "mix_tokens": int, "share_limit": int | None}
+        check_shape(record, shape, f"{where}: fork")
+        assert isinstance(record, dict)
+        changes = record["changes"]
+        check_shape(changes, dict.fromkeys(changes, list), f"{where}: fork: changes")
+        return cls(**{name: record[name] for name in cls._fields})
+
+    @property
+    def place(self) -> str:
+        """The parent and the step, such as mine@1,000."""
+        return f"{self.run}@{self.step:,}"
 
 
 # ---- names in checkpoints/ ----------------------------------------------------------------------

@@ -27,12 +27,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from nanochat.common import check_shape, is_remote, read_json, visible
+from nanochat.common import check_shape, is_remote, read_json, show, visible
 from nanochat.run_dir import (
     CONFIG_NAME,
     PLAN_NAME,
+    Fork,
     RowLosses,
     checkpoint_folders,
     cursor_files,
@@ -64,14 +65,6 @@ EVENTS: dict[str, dict[str, object]] = {
 }
 ENDS = ("completed", "stopped", "halted", "failed")  # events that end a launch
 EVALUATION = {"step": int, "train_bpb": dict, "samples": dict}
-FORK = {
-    "run": str,
-    "checkpoint": str,
-    "step": int,
-    "tokens": int,
-    "checksum": str,
-    "changes": dict,
-}
 WIDEST = 50  # maximum number of characters shown of a changed setting
 Table = list[tuple[Any, ...]]
 LogRecord = dict[str, Any]  # a line of the log
@@ -92,22 +85,6 @@ class Launch:
     @property
     def world_size(self) -> int:
         return self.started["world_size"]
-
-
-class Fork(NamedTuple):
-    """Where a run branched off from its parent."""
-
-    run: str  # the parent
-    checkpoint: str
-    step: int
-    tokens: int  # number of tokens trained on by that step
-    checksum: str  # of the checkpoint's seal
-    changes: dict[str, list[Any]]  # {setting: [the parent's value, the fork's value]}
-
-    @property
-    def place(self) -> str:
-        """The parent and the step, such as mine@1,000."""
-        return f"{self.run}@{self.step:,}"
 
 
 class RunReader:
@@ -139,13 +116,7 @@ class RunReader:
     @cached_property
     def fork(self) -> Fork | None:
         """Where the run branched off from its parent, None if it is not a fork."""
-        record = self.config.get("fork")
-        if record is None:
-            return None
-        where = f"{self.run_dir / CONFIG_NAME}: fork"
-        check_shape(record, FORK, where)
-        check_shape(record["changes"], dict.fromkeys(record["changes"], list), f"{where}: changes")
-        return Fork(**{name: record[name] for name in FORK})
+        return Fork.of(self.config.get("fork"), self.run_dir / CONFIG_NAME)
 
     @cached_property
     def parent_dir(self) -> Path | None:
@@ -560,12 +531,24 @@ def changes_text(changes: Mapping[str, Sequence[Any]]) -> str:
     """What a fork changed, in words."""
     words = []
     for name, values in changes.items():
-        shown = []
-        for value in values:
-            text = json.dumps(value)
-            shown.append(text if len(text) <= WIDEST else f"{text[: WIDEST - 3]}...")
+        texts = [mix_text(value) or json.dumps(value) for value in values]
+        shown = [text if len(text) <= WIDEST else f"{text[: WIDEST - 3]}..." for text in texts]
         words.append(f"{name} {' -> '.join(shown)}")
     return visible(", ".join(words)) or "nothing changed"
+
+
+def mix_text(value: object) -> str:
+    """The mixes of a curriculum, such as 9 web + 1 code; '' for any other value."""
+    try:
+        check_shape(value, {"phases": [{"mix": dict}]}, "")
+    except ValueError:
+        return ""
+    assert isinstance(value, dict)
+    mixes = []
+    for phase in value["phases"]:
+        parts = [f"{show(weight)} {bucket}" for bucket, weight in phase["mix"].items()]
+        mixes.append(" + ".join(parts))
+    return ", then ".join(mixes)
 
 
 def differing_settings(configs: Sequence[Mapping[str, Any]]) -> Table:

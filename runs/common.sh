@@ -1,4 +1,4 @@
-# Sourced by the sweeps in this folder. Their heads explain NANOCHAT_BASE_DIR, NPROC_PER_NODE, WANDB_RUN,
+# Sourced by the scripts in this folder. Their heads explain NANOCHAT_BASE_DIR, NPROC_PER_NODE, WANDB_RUN,
 # DEVICE_BATCH_SIZE, CORE, TINY and DRY_RUN.
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 if [[ -d .venv ]]; then export PATH="$PWD/.venv/bin:$PATH"; fi
@@ -44,4 +44,11 @@ train() { # tag, flags: start a run, or resume it from its newest checkpoint; a 
     if [[ -n "${CORE:-}" && ! -f "$NANOCHAT_BASE_DIR/runs/$tag/eval.csv" ]]; then
         on_all_gpus scripts.base_eval "$tag" --eval=core
     fi
+}
+
+fork() { # tag, RUN@STEP, flags: continue RUN from STEP as a new run that differs from it in these flags alone
+    local tag="$1" from="$2"
+    shift 2
+    if [[ -n "${WANDB_RUN:-}" ]]; then set -- "$@" --run="${WANDB_RUN}_$tag"; fi
+    on_all_gpus scripts.base_train --fork-from="$from" --model-tag="$tag" "$@"
 }

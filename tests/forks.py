@@ -18,6 +18,8 @@ def as_fork(
         "tokens": tokens,
         "checksum": "0" * 32,
         "changes": changes,
+        "mix_tokens": 0,
+        "share_limit": None,
     }
     values = {name: value for name, (_, value) in changes.items()}
     fork_from = f"{parent}@{step}"

@@ -265,7 +265,7 @@ def test_forks_are_below_their_parent_with_their_step_and_changes(base, capsys):
         (fake_run(base, name, "completed") / "config.json").write_text('{"max_seq_len": 64}')
     fake_fork(base, "b", "z", 20, matrix_lr=[0.02, 0.01], max_grad_norm=[None, 1.0])
     fake_fork(base, "c", "b", 1030)
-    long = {"phases": [{"mix": {"web": 1}}] * 9}
+    long = {"phases": [{"mix": {"web": 9, "code": 0.5}}, {"mix": {"w" * 99: 1}}]}
     fake_fork(base, "d", "z", 10, curriculum=[None, long])
     fake_fork(base, "e", "gone", 5)
 
@@ -276,7 +276,8 @@ def test_forks_are_below_their_parent_with_their_step_and_changes(base, capsys):
         return [(row[:5].rstrip(), row[begin:]) for row in rows]
 
     of_b = "@20: matrix_lr 0.02 -> 0.01, max_grad_norm null -> 1.0"
-    of_d = f"@10: curriculum null -> {json.dumps(long)[:47]}..."
+    mixes = "9 web + 0.5 code, then 1 " + "w" * 99
+    of_d = f"@10: curriculum null -> {mixes[:47]}..."
     of_e = "gone@5 (no longer exists): nothing changed"
     assert lines() == [
         ("a", "-"),
@@ -311,8 +312,10 @@ def test_runs_whose_records_name_each_other_are_all_listed(base, capsys):
 def test_a_corrupt_record_of_a_fork_hides_no_run(base, capsys):
     path = fake_run(base, "a", "completed")
     (path / "config.json").write_text('{"max_seq_len": 64, "fork": {"step": "ten"}}')
+    fake_fork(base, "b", "gone", 5, curriculum=[{"phases": 3}, {"phases": [{"mix": ["web"]}]}])
     assert status.main([]) == 0
-    assert "completed" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert out.count("completed") == 2 and 'curriculum {"phases": 3} -> ' in out
 
 
 def test_after_a_kill_status_shows_the_newest_checkpoint_on_disk(base, capsys):

@@ -191,7 +191,7 @@ def bench_tokens(args: argparse.Namespace) -> dict[str, Any]:
         }
         batches: dict[str, Iterator[Any]] = {}
         if find_spec("megatron") is not None:
-            prefixes = [file.with_suffix("") for file in find_files(folder, "megatron")]
+            prefixes = [Path(file).with_suffix("") for file in find_files(folder, "megatron")]
             batches["megatron-core"] = megatron_batches(prefixes, Path(cache))
         batches |= loaders
 

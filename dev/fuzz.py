@@ -50,6 +50,7 @@ from nanochat import (
     core_eval,
     curriculum,
     files,
+    pins,
     plan,
     run_dir,
     run_owner,
@@ -558,7 +559,7 @@ READERS: dict[str, Reader] = {
         (f"{RUN}/config.json",),
     ),
     "data_manifest.json": Reader(
-        lambda base, _: sources.read_manifests(base / RUN / "data_manifest.json"),
+        lambda base, _: pins.read_manifests(base / RUN / "data_manifest.json"),
         (f"{RUN}/data_manifest.json",),
     ),
     "run state": Reader(

@@ -35,7 +35,7 @@ from tqdm import tqdm
 from nanochat.cli import Parser, run_main, whole
 from nanochat.common import counted
 from nanochat.files import data_at, find_files, index_to_filename
-from nanochat.text import ALL, SUFFIXES, Selection, add_text_flags
+from nanochat.text import ALL, SUFFIXES, Selection, Skipped, add_text_flags
 from nanochat.text_kinds import read_documents
 from scripts.export import new_folder
 
@@ -69,7 +69,7 @@ def read_records(
         for path in find_files(root)
     ]
     for name, path in tqdm(files, unit="file", disable=None):
-        skipped: dict[str, Any] = {}
+        skipped: Skipped = {}
         for number, text in enumerate(read_documents(path, selection, skipped)):
             counts.update(documents=1, chars=len(text))
             key = hashlib.blake2b(

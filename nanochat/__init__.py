@@ -16,7 +16,8 @@ The core, in reading order: from a text to an update of the weights.
 
 Files and text:
 
-    files            what a data path names             sources          files behind one interface, and their pins
+    files            what a data path names             pins             what a run stores about its files
+    sources          files behind one interface
     splits           training, validation, buckets      parquet_source   text from parquet (spill: large groups)
     text             which documents are read           token_source     documents from token files
     text_kinds       jsonl, txt, arrow, ...             tokens           the format of token files
@@ -38,6 +39,7 @@ A run, from its command to its end:
     run_dir          the folders and files of a run     checkpoint       what a save writes, and reads
     run_journal      where steps and events go          run_state        where a run stands
     run_reader       what a run recorded                sinks            trackers, and a fork's own
+    run_history      forks: who took which step
 
 The floor: `common` (files, JSON, hashes), `cli` (flags), `dist` (processes).
 

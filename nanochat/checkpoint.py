@@ -40,8 +40,8 @@ only checkpoints saved by the 30-minute timer, except the newest two. For `keep_
                   x     x     x     M     x     L     L     ?              F
 
 x: deleted. M: kept by `keep_milestone_every`, L: by `keep_last_k`, which counts only good
-checkpoints. Files of other programs, `final`, and checkpoints newer than the one just written are
-never deleted.
+checkpoints. Files of other programs, `final`, checkpoints newer than the one just written, and
+those whose seal says "kept" (--save-at) are never deleted.
 """
 
 import contextlib
@@ -507,8 +507,8 @@ def prune(
     """Delete the numbered checkpoints of a run that retention does not keep, oldest first. Returns
     their names. `good_step`: the step of a checkpoint that this process has just written. `known`:
     {name: whether the checkpoint is good}; others are verified, which reads them whole, before they
-    count, and added. Corrupt ones do not count. With `keep_last_k` None, only timed checkpoints are
-    deleted, except the newest TIMED_KEPT of them.
+    count, and added. Corrupt ones and those that are kept forever do not count. With `keep_last_k`
+    None, only timed checkpoints are deleted, except the newest TIMED_KEPT of them.
 
     Deletes only folders whose seal is valid and is for the step in their name: a copy, a link or a
     file of another program stays. A checkpoint that cannot be deleted stays, with a warning."""
@@ -521,7 +521,8 @@ def prune(
                 name in (f"checkpoint-{step}", f"checkpoint-{step}-shutdown")
                 and not path.is_symlink()
             )
-            if own and step <= good_step and (keep_last_k is not None or seal.get("by_time")):
+            is_ruled = not seal.get("kept") and (keep_last_k is not None or seal.get("by_time"))
+            if own and step <= good_step and is_ruled:
                 numbered.append((step, name, path))
     older, kept = sorted(numbered), 0
     while older and kept < (keep_last_k or TIMED_KEPT):

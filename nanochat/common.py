@@ -25,8 +25,8 @@ import typing
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
-from pathlib import Path, PurePath
-from typing import Any, BinaryIO, NamedTuple, TypeVar
+from pathlib import Path, PurePath, PurePosixPath
+from typing import Any, BinaryIO, Literal, NamedTuple, TypedDict, TypeVar
 
 import numpy as np
 
@@ -171,30 +171,105 @@ def join_reasons(reasons: Sequence[str]) -> str:
 #
 # Data is in local folders or in object storage, below a path such as s3://bucket/train.
 
-# opened by `as_path` at the first such path
-STORAGE = "nanochat.integrations.object_storage:open_path"
+# the door for object storage: {how a path begins: "module:function"}, which makes a `Remote`
+STORAGE = dict.fromkeys(("s3", "gs", "az", "msc"), "nanochat.integrations.object_storage:open_path")
+
+
+class Remote(PurePosixPath):
+    """A read-only file or folder in object storage: a file if it is an object, a folder if objects
+    exist below it. Its name is taken apart like any path's. The methods below are all that code may
+    ask of it, so mypy refuses the others of pathlib.Path. OSError if object storage does not answer
+    or denies access.
+    """
+
+    def __str__(self) -> str:
+        return url(super().__str__())
+
+    __fspath__ = __str__
+
+    def is_file(self) -> bool:
+        """Whether it is an object."""
+        raise NotImplementedError
+
+    def is_dir(self) -> bool:
+        """Whether objects exist below it."""
+        raise NotImplementedError
+
+    def exists(self) -> bool:
+        """Whether it is either."""
+        return self.is_dir() or self.is_file()
+
+    def stat(self) -> os.stat_result:
+        """The size of an object. FileNotFoundError if it does not exist."""
+        raise NotImplementedError
+
+    def open(self, mode: Literal["rb"], buffering: int = -1) -> BinaryIO:
+        """An object as a binary file, which requests at least `buffering` bytes at once."""
+        raise NotImplementedError
+
+    def walk(self) -> "Iterator[Remote]":
+        """All objects below it."""
+        raise NotImplementedError
+
+    def etag(self) -> str:
+        """What changes when an object does."""
+        raise NotImplementedError
+
+    def local_copy(self, cache: Path | str | None = None) -> Path:
+        """A copy of an object on this machine, see `local_copy`. Its name ends with the object's."""
+        raise NotImplementedError
+
+    def open_reader(self, dtype: np.dtype) -> Any:
+        """A `nanochat.tokens.Reader` of an object's elements."""
+        raise NotImplementedError
+
+    def resolve(self) -> "Remote":
+        """Itself: it has no links."""
+        return self
+
+    @staticmethod
+    def forget() -> None:
+        """Drop what is known about objects, because a launch begins."""
+
+
+AnyPath = Path | Remote  # a file or folder of data
+
+
+def url(path: str) -> str:
+    """One path in object storage, or several separated by commas, with the double slashes that a
+    path drops."""
+
+    def restore(start: re.Match[str]) -> str:
+        return f"{start[1]}{start[2]}://" if start[2] in STORAGE else start[0]
+
+    return re.sub(r"(^|,)(\w+):(/+|$)", restore, path)
 
 
 def begin_launch() -> None:
     """Begin a launch: discard cached metadata of objects, so that it is requested again."""
-    opened = sys.modules.get(STORAGE.partition(":")[0])
-    if opened is not None:
-        opened.forget()
+    for kind in Remote.__subclasses__():
+        kind.forget()
+
+
+def storage_of(path: str | os.PathLike[str]) -> str:
+    """The kind of object storage that a path is in, such as s3; "" for a path on this machine."""
+    match = re.match(r"(\w+):(/|$)", os.fspath(path))
+    scheme = match[1].lower() if match else ""
+    return scheme if scheme in STORAGE else ""
 
 
 def is_remote(path: str | os.PathLike[str]) -> bool:
     """Whether a path is in object storage."""
-    return re.match(r"(s3|gs|az|msc):(/|$)", os.fspath(path), re.IGNORECASE) is not None
+    return storage_of(path) != ""
 
 
-def as_path(path: str | os.PathLike[str]) -> Path:
-    """A data path: a pathlib.Path, or a `nanochat.integrations.object_storage.RemotePath`, which
-    behaves like one. ValueError for a URL that may hold credentials; the error does not show
-    them."""
+def as_path(path: str | os.PathLike[str]) -> AnyPath:
+    """A data path. ValueError for a URL that may hold credentials; the error does not show them."""
     refuse_secrets(os.fspath(path))
-    if not is_remote(path):
+    storage = storage_of(path)
+    if not storage:
         return Path(path)
-    return open_door(STORAGE)(os.fspath(path))
+    return open_door(STORAGE[storage])(os.fspath(path))
 
 
 def as_local_path(path: str | os.PathLike[str], what: str) -> Path:
@@ -209,22 +284,29 @@ def as_local_path(path: str | os.PathLike[str], what: str) -> Path:
     return Path(path)
 
 
-def local_copy(path: Path, cache: Path | str | None = None) -> Path:
+def local_copy(path: AnyPath, cache: Path | str | None = None) -> Path:
     """The path of a file, or of a local copy of an object, which is below the folder `cache`
     (default: <base dir>/object_storage). FileNotFoundError if the object does not exist."""
-    return path.local_copy(cache) if is_remote(path) else path  # type: ignore[attr-defined]
+    return path.local_copy(cache) if isinstance(path, Remote) else path
 
 
-def make_local_copies(paths: Iterable[Path]) -> None:
+def make_local_copies(paths: Iterable[AnyPath]) -> None:
     """Make local copies of those `paths` that are existing objects, several at once."""
-    for _ in each(local_copy, (path for path in paths if is_remote(path) and path.is_file())):
+    objects = (path for path in paths if isinstance(path, Remote) and path.is_file())
+    for _ in each(local_copy, objects):
         pass
 
 
-def etag_of(path: Path) -> dict[str, str]:
+class Etag(TypedDict, total=False):
+    """The ETag of an object, as records of files store it."""
+
+    etag: str
+
+
+def etag_of(path: AnyPath) -> Etag:
     """{"etag": ...} for an object, {} for a file. A changed object is recognized by its ETag, size
     or footer."""
-    return {"etag": path.pinned().etag} if is_remote(path) else {}  # type: ignore[attr-defined]
+    return {"etag": path.etag()} if isinstance(path, Remote) else {}
 
 
 def each(
@@ -515,10 +597,8 @@ def counted(number: int, noun: str) -> str:
 def few(paths: Iterable[PurePath | str], folder: PurePath | str | None = None) -> str:
     """The first paths, relative to a folder, and the number of the others: a.txt, b.txt, c.txt and
     7 more."""
-    names = [
-        os.path.relpath(path, folder) if folder and not is_remote(path) else str(path)
-        for path in paths
-    ]
+    above = f"{folder}/" if folder else ""
+    names = [str(path).removeprefix(above) for path in paths]
     rest = len(names) - 3
     return ", ".join(names[:3]) + (f" and {rest:,} more" if rest > 0 else "")
 

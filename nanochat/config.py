@@ -28,6 +28,7 @@ import argparse
 import contextlib
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import Field, asdict, dataclass, fields, replace
 from functools import partial
@@ -342,6 +343,12 @@ class EvaluationSettings:
         -1,
         "steps between checkpoints; -1: one every 30 minutes, keeping the newest two; 0: only at the end",
     )
+    save_at: str | None = setting(
+        None,
+        "also save after these numbers of steps, and never delete these checkpoints: 0,100,1000, or log for "
+        "0, 1, 2, 4, 8, ...",
+        metavar="LIST",
+    )
     sync_save: bool = setting(False, "pause training until each checkpoint is written")
     keep_last_k: int | None = setting(
         None,
@@ -352,6 +359,20 @@ class EvaluationSettings:
     keep_milestone_every: int | None = setting(
         None, "also keep the checkpoints of steps divisible by N", least=1
     )
+
+    def kept_steps(self, last: int) -> set[int]:
+        """The steps up to `last` that --save-at names. ValueError if it is not a list of steps."""
+        if self.save_at is None:
+            return set()
+        if self.save_at == "log":
+            powers = {2**i for i in range(last.bit_length())}
+            return powers | {0}
+        if re.fullmatch("[0-9]{1,12}(,[0-9]{1,12})*", self.save_at) is None:
+            raise ValueError(
+                f"--save-at: got {self.save_at!r:.100}, expected log, or steps separated by commas, such as 0,100,1000"
+            )
+        steps = map(int, self.save_at.split(","))
+        return {step for step in steps if step <= last}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -430,6 +451,7 @@ class Settings(
                 raise ValueError(
                     f"{flag(name)}: got {value}, expected a number above {rule['above']}"
                 )
+        self.kept_steps(0)  # checks --save-at
         if self.fork_from is not None and self.init_from is not None:
             raise ValueError(
                 "--fork-from, --init-from: use one of them; a fork continues a run in everything, and "
@@ -771,7 +793,7 @@ def setting_tables(
             tables["default"].append((name, json.dumps(value)))
         elif name in typed:
             tables["set"].append((name, json.dumps(value), json.dumps(default)))
-        elif name in current(config) and name != "derived":
+        elif name in current(config) and name not in ("derived", "fork"):
             tables["worked out"].append((name, json.dumps(value)))
     for name, value in config["derived"].items():
         if name not in typed:

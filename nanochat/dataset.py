@@ -20,7 +20,7 @@ from nanochat.files import (
     list_parquet_files,
 )
 from nanochat.integrations import download
-from nanochat.text import open_parquet, read_batches
+from nanochat.text import Skipped, open_parquet, read_batches
 
 __all__ = [
     "download_single_file",
@@ -58,7 +58,7 @@ def parquets_iter_batched(
     for path in paths[:-1] if split == "train" else paths[-1:]:
         with open_parquet(path) as file:
             for group in range(start, file.num_row_groups, step):
-                nulls: dict[str, int] = {}
+                nulls: Skipped = {}
                 columns = list(read_batches(file, group, path, skipped=nulls))
                 yield [
                     text for column in columns for text in column.to_pylist() if text is not None

@@ -29,19 +29,21 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import NamedTuple
 
 from nanochat.cli import did_you_mean
 from nanochat.common import (
+    AnyPath,
+    Remote,
     as_path,
     counted,
     few,
     get_base_dir,
-    is_remote,
     local_copy,
     make_local_copies,
     read_json,
+    storage_of,
 )
 from nanochat.text import SUFFIXES, text_suffix
 from nanochat.text_kinds import is_json_lines, saved_files
@@ -110,20 +112,20 @@ class Entry(NamedTuple):
     """Something below a folder. `kind`: "file", "folder" or "dangling", a link to something that
     does not exist. `linked`: it is a link, or below a linked folder."""
 
-    path: Path
+    path: AnyPath
     kind: str
     linked: bool = False
 
 
-def walk(folder: Path) -> Iterator[Entry]:
+def walk(folder: AnyPath) -> Iterator[Entry]:
     """Everything below a folder whose names do not begin with a dot, in no particular order. Links
     are followed, except those to a folder that contains them. OSError for a folder that cannot be
     read. A folder that is deleted meanwhile is skipped."""
-    if is_remote(folder):
-        for path in folder.rglob("*"):
-            hidden = any(part.startswith(".") for part in path.relative_to(folder).parts)
-            if not hidden and path.is_file():
-                yield Entry(path, "file")
+    if isinstance(folder, Remote):
+        for file in folder.walk():
+            hidden = any(part.startswith(".") for part in file.relative_to(folder).parts)
+            if not hidden:
+                yield Entry(file, "file")
         return
     todo = [(folder, frozenset[tuple[int, int]](), False)]
     while todo:
@@ -169,7 +171,7 @@ def _kind(entry: os.DirEntry[str]) -> str:
 # ---- what a --data-path names --------------------------------------------------------------------
 
 
-def exists(path: Path) -> bool:
+def exists(path: AnyPath) -> bool:
     """Whether a path exists. A list of prefixes may be longer than any path that the system
     accepts."""
     try:
@@ -180,17 +182,17 @@ def exists(path: Path) -> bool:
         return False
 
 
-def is_folder(path: Path) -> bool:
+def is_folder(path: AnyPath) -> bool:
     """Whether a path is a folder; see `exists`."""
     return exists(path) and path.is_dir()
 
 
-def is_file(path: Path) -> bool:
+def is_file(path: AnyPath) -> bool:
     """Whether a path is a file; see `exists`."""
     return exists(path) and path.is_file()
 
 
-def read_data_args(path: Path | str) -> str:
+def read_data_args(path: AnyPath | str) -> str:
     """The --data-path in a file for Megatron's --data-args-path: prefixes, or weights and prefixes,
     separated by white space. FileNotFoundError or ValueError names the file."""
     try:
@@ -213,8 +215,8 @@ class DataPath:
     may not exist; or only some files, which are listed one by one."""
 
     text: str  # as it was given
-    folder: Path  # names of files are relative to it
-    files: tuple[Path, ...] = ()  # () for a folder
+    folder: AnyPath  # names of files are relative to it
+    files: tuple[AnyPath, ...] = ()  # () for a folder
     are_prefixes: bool = False  # token files that were named without their suffixes
 
     def __str__(self) -> str:
@@ -225,12 +227,12 @@ class DataPath:
         return not self.files and is_folder(self.folder / name)
 
 
-def data_at(path: Path | str) -> DataPath:
+def data_at(path: AnyPath | str) -> DataPath:
     """What a --data-path names: a folder, a file, or token files without their suffixes, separated
     by commas. FileNotFoundError or ValueError for a list of which some files do not exist."""
     place = as_path(path)
     parts = str(path).split(",")
-    is_list_of_objects = len(parts) > 1 and all(map(is_remote, parts))
+    is_list_of_objects = len(parts) > 1 and all(map(storage_of, parts))
     if not is_list_of_objects and exists(place):
         is_single = not place.is_dir()
         return DataPath(
@@ -250,8 +252,8 @@ class Listing(NamedTuple):
     """The files of a --data-path, each list in the order of relative paths. `ignored`: {reason:
     files that could be data but are not read}."""
 
-    data: list[Path]
-    ignored: dict[str, list[Path]]
+    data: list[AnyPath]
+    ignored: dict[str, list[AnyPath]]
 
 
 def list_files(data: DataPath, data_format: str = "text") -> Listing:
@@ -290,10 +292,10 @@ def _check_format_name(data_format: str) -> None:
     )
 
 
-def _no_such_folder(path: Path) -> FileNotFoundError:
+def _no_such_folder(path: AnyPath) -> FileNotFoundError:
     """The error for a --data-path that names nothing."""
     beside: list[str] = []
-    if not is_remote(path) and is_folder(path.parent):
+    if isinstance(path, Path) and is_folder(path.parent):
         beside = [other.name for other in path.parent.iterdir()]
     hint = did_you_mean(path.name, beside) or (
         f"; {GET_DATA} (token files may be named without .bin if --data-format is set)"
@@ -301,7 +303,7 @@ def _no_such_folder(path: Path) -> FileNotFoundError:
     return FileNotFoundError(f"{path}: no such data folder{hint}")
 
 
-def find_files(path: Path | str, data_format: str = "text") -> list[Path]:
+def find_files(path: AnyPath | str, data_format: str = "text") -> list[AnyPath]:
     """The data of `list_files` at a path."""
     return list_files(data_at(path), data_format).data
 
@@ -312,7 +314,7 @@ def has_suffix(name: str, suffixes: Sequence[str]) -> bool:
     return text_suffix(name) != "" if suffixes == SUFFIXES else name.endswith(tuple(suffixes))
 
 
-def _list_folder(path: Path, data_format: str, suffixes: Sequence[str]) -> Listing:
+def _list_folder(path: AnyPath, data_format: str, suffixes: Sequence[str]) -> Listing:
     """`list_files` of a folder."""
     entries = [entry for entry in walk(path) if entry.kind != "folder"]
     entries.sort(key=lambda entry: entry.path.relative_to(path).as_posix())
@@ -320,7 +322,7 @@ def _list_folder(path: Path, data_format: str, suffixes: Sequence[str]) -> Listi
     _refuse_dangling(path, [entry.path for entry in shown if entry.kind == "dangling"])
     files = [entry for entry in shown if entry.kind == "file"]
     data = [entry for entry in files if has_suffix(entry.path.name, suffixes)]
-    ignored: dict[str, list[Path]] = {}
+    ignored: dict[str, list[AnyPath]] = {}
     if data_format == "text":
         reasons = _not_documents([entry.path for entry in files])
         data = [entry for entry in data if entry.path not in reasons]
@@ -358,7 +360,7 @@ def _list_folder(path: Path, data_format: str, suffixes: Sequence[str]) -> Listi
     return Listing(found, ignored)
 
 
-def is_hidden(name: Path, data_format: str = "text") -> bool:
+def is_hidden(name: PurePath, data_format: str = "text") -> bool:
     """Whether a relative path is hidden: one of its names begins with _, as in Spark's _temporary.
     (Megatron's own tools write a pair _text_document if their prefix is a folder, so names of token
     files may begin with _.)"""
@@ -366,7 +368,7 @@ def is_hidden(name: Path, data_format: str = "text") -> bool:
     return any(part.startswith("_") for part in parts)
 
 
-def _refuse_dangling(folder: Path, links: Sequence[Path]) -> None:
+def _refuse_dangling(folder: AnyPath, links: Sequence[AnyPath]) -> None:
     """FileNotFoundError for links to files or folders that do not exist and may have held data."""
     missing = [link for link in links if not link.name.lower().endswith(NEVER_DATA)]
     if missing:
@@ -378,9 +380,9 @@ def _refuse_dangling(folder: Path, links: Sequence[Path]) -> None:
         )
 
 
-def _not_documents(files: Sequence[Path]) -> dict[Path, str]:
+def _not_documents(files: Sequence[AnyPath]) -> dict[AnyPath, str]:
     """{file: reason} for the files of a folder that could be data but are not read."""
-    reasons: dict[Path, str] = {}
+    reasons: dict[AnyPath, str] = {}
     saved = {
         folder: saved_files(folder)
         for folder in {file.parent for file in files if file.suffix == ".arrow"}
@@ -401,7 +403,7 @@ def _not_documents(files: Sequence[Path]) -> dict[Path, str]:
     return reasons
 
 
-def _check_names(files: Sequence[Path]) -> None:
+def _check_names(files: Sequence[AnyPath]) -> None:
     """ValueError for a name that JSON cannot hold."""
     for file in files:
         try:
@@ -410,7 +412,7 @@ def _check_names(files: Sequence[Path]) -> None:
             raise ValueError(f"{file}: its name is not UTF-8; rename it") from None
 
 
-def _check_pairs(files: Sequence[Path]) -> None:
+def _check_pairs(files: Sequence[AnyPath]) -> None:
     """FileNotFoundError for an .idx without its .bin, whose data would silently be missing."""
     known = set(files)
     for idx in files:
@@ -421,9 +423,9 @@ def _check_pairs(files: Sequence[Path]) -> None:
             )
 
 
-def _warn_of_copies(folder: Path, files: Sequence[Path]) -> None:
+def _warn_of_copies(folder: AnyPath, files: Sequence[AnyPath]) -> None:
     """Warn about files that links make reachable by several names."""
-    names = defaultdict[tuple[int, int], list[Path]](list)
+    names = defaultdict[tuple[int, int], list[AnyPath]](list)
     for file in files:
         stat = file.stat()
         names[stat.st_dev, stat.st_ino].append(file)
@@ -440,7 +442,7 @@ def _warn_of_copies(folder: Path, files: Sequence[Path]) -> None:
         )
 
 
-def describe_ignored(folder: Path | str, ignored: dict[str, list[Path]]) -> str:
+def describe_ignored(folder: AnyPath, ignored: dict[str, list[AnyPath]]) -> str:
     """A line about files that could be data but are not read: their number, the reasons, a few
     names of each."""
     number = sum(map(len, ignored.values()))
@@ -464,7 +466,7 @@ def split_weights(data_path: str) -> tuple[str, list[float] | None]:
     return ",".join(parts[1::2]), [float(part) for part in parts[::2]]
 
 
-def find_prefixes(data_path: str) -> list[Path]:
+def find_prefixes(data_path: str) -> list[AnyPath]:
     """The .bin files, in the order given, of a --data-path that lists pairs as comma-separated
     paths without extension; [] if a single path names no pair. FileNotFoundError for a missing
     pair; ValueError for weights, which only --order=megatron uses."""
@@ -476,7 +478,7 @@ def find_prefixes(data_path: str) -> list[Path]:
             f"--order=lanes does not use; add --order=megatron, or write "
             f"--data-path={_first_of(prefixes)}"
         )
-    if len({part.partition(":")[0] if is_remote(part) else "" for part in parts}) > 1:
+    if len(set(map(storage_of, parts))) > 1:
         raise ValueError(
             f"{data_path}: the prefixes are in different kinds of object storage, or in object storage "
             f"and on this machine; a run reads from only one place, so copy all files to one of them"
@@ -499,7 +501,7 @@ def _first_of(data_path: str) -> str:
     return data_path if len(parts) < 9 else ",".join(parts[:8]) + ",..."
 
 
-def check_format(root: Path | str, files: Sequence[Path], data_format: str) -> None:
+def check_format(root: AnyPath | str, files: Sequence[AnyPath], data_format: str) -> None:
     """ValueError for a pair whose format is not `data_format`. A folder that mixes formats is
     refused, too: skipping one kind would silently drop data."""
     make_local_copies(f.with_suffix(".idx") for f in files)
@@ -513,7 +515,7 @@ def check_format(root: Path | str, files: Sequence[Path], data_format: str) -> N
             )
 
 
-def pair_format(path: Path) -> str | None:
+def pair_format(path: AnyPath) -> str | None:
     """The format of a pair, given either file: "shards" or "megatron". None if it has no .idx, or
     one that begins with neither magic."""
     try:
@@ -567,7 +569,7 @@ def default_data_path() -> Path:
     return older
 
 
-def known_dataset(data_dir: Path | str) -> str | None:
+def known_dataset(data_dir: AnyPath | str) -> str | None:
     """The name of the data set in a download folder, according to the downloader's marker or the
     path. None for any other folder, whose last file is used for validation."""
     folder = as_path(data_dir)
@@ -585,7 +587,7 @@ def known_dataset(data_dir: Path | str) -> str | None:
     return name
 
 
-def list_parquet_files(data_dir: Path | str | None = None) -> list[str]:
+def list_parquet_files(data_dir: AnyPath | str | None = None) -> list[str]:
     """Full paths of the parquet files below a folder (default: `default_data_path()`), in the order
     of their relative paths. The last one is for validation. FileNotFoundError if there are none, or
     if a download lacks its validation shard; ValueError if that shard is not the last file."""

@@ -108,7 +108,7 @@ class History:
     sources: Mapping[str, Source]
     tokenizer: str  # fingerprint
     rows_per_lane: int  # in each step
-    saves: Sequence[int]  # step 0 and the steps of the kept cursors, ascending
+    saves: Sequence[int]  # the first step and those of the kept cursors, ascending
     # (step, cursors) of the newest readable save at or before a step; None: the beginning of the
     # data
     nearest_cursors: Callable[[int], tuple[int, Sequence[Cursor] | None]]
@@ -245,12 +245,14 @@ def sample_passes(
     document: DocumentPlace,
     *,
     rows_per_step: int,
+    first_step: int,
     begin: int,
     trained: int,
 ) -> Iterator[Pass]:
     """The uses of a document in a run with an order of samples, epoch by epoch.
 
-    `begin`: number of samples before the run's first step; they belong to an earlier run.
+    `begin`: number of samples before `first_step`, the run's first one; they belong to an earlier
+    run.
     """
     n = rows_per_step // stream.config.V
     length = stream.document_length(document.bucket, document.number)
@@ -265,9 +267,10 @@ def sample_passes(
                 continue
             covered[piece.start : piece.stop] = True
             step, row = divmod(piece.sample - begin, rows_per_step)
+            step += first_step
             if step >= trained:
                 steps_ahead.append(step)
-            elif step >= 0:
+            elif step >= first_step:
                 uses.append(Use(epoch, step, row, row // n, piece.start, piece.stop))
         if not covered.all():
             steps_ahead.append(math.inf)  # the other tokens are in samples after the run's end

@@ -31,20 +31,21 @@ from nanochat.checkpoint import SCHEDULER_NAME, Checkpoint, find_checkpoint
 from nanochat.cli import Decides
 from nanochat.common import check_shape, differences, hash_json
 from nanochat.config import OF_ONE_RUN, Settings, fields_of, flag
+from nanochat.files import data_at
 from nanochat.gpt import GPTConfig
 from nanochat.order import StreamConfig, open_order
-from nanochat.run_dir import is_run_dir, read_config
-from nanochat.run_order import order_of, stream_config
-from nanochat.sources import (
+from nanochat.pins import (
     DATA_MANIFEST,
     Manifest,
     Manifests,
-    RunData,
-    check_files,
+    bare,
     leave_out,
     pins_of,
     read_manifests,
 )
+from nanochat.run_dir import is_run_dir, read_config
+from nanochat.run_order import order_of, stream_config
+from nanochat.sources import RunData, check_files
 from nanochat.stream import Cursor, RowsConfig, stream_identity
 
 # settings that say what rows hold, and that a fork may change nevertheless
@@ -115,6 +116,7 @@ def find_parent(fork_from: str) -> Parent:
 def branch_off(settings: Settings, parent: Parent) -> Settings:
     """The settings of a fork, with its record. ValueError if they change what a fork keeps, or if
     the fork would do nothing."""
+    settings = _inherit(settings, parent)
     changes = _changes(settings, parent)
     checkpoint = parent.checkpoint
     state = checkpoint.trainer_state
@@ -163,6 +165,16 @@ def branch_off(settings: Settings, parent: Parent) -> Settings:
         if steps != derived:
             settings = replace(settings, num_iterations=steps)
     return replace(settings, fork=fork._asdict())
+
+
+def _inherit(settings: Settings, parent: Parent) -> Settings:
+    """The settings with those of the parent that no flag names, such as Megatron's num_samples."""
+    values = {}
+    for name, f in fields_of(type(settings)).items():
+        is_hidden = f.metadata.get("auto") and not f.metadata.get("flag", True)
+        if is_hidden and name not in OF_ONE_RUN and hasattr(parent.settings, name):
+            values[name] = getattr(parent.settings, name)
+    return replace(settings, **values)
 
 
 def _changes(settings: Settings, parent: Parent) -> dict[str, list[Any]]:
@@ -240,12 +252,15 @@ def files_of_fork(parent: Parent, settings: Settings) -> Manifests:
     """
     fork = Fork.of(settings)
     assert fork is not None
+    order = order_of(settings)
+    if not order.feeds_lanes:  # an order of samples: all of its files, which may have moved
+        return check_files(parent.manifests, data_at(settings.data_path or "").folder)
     if not {"data_path", "val_path", "curriculum"} & fork.changes.keys():
         same = check_files(parent.manifests, strict=settings.strict)
         if "without_documents" in fork.changes:
-            bare = {bucket: _bare(manifest) for bucket, manifest in same["train"].items()}
+            whole = bare(same["train"])
             listed = settings.without_documents
-            same["train"] = bare if listed is None else leave_out(bare, listed)
+            same["train"] = whole if listed is None else leave_out(whole, listed)
         return same
     val: dict[str, Manifest] = {}
     if "val_path" not in fork.changes:
@@ -255,9 +270,9 @@ def files_of_fork(parent: Parent, settings: Settings) -> Manifests:
         entries = [entry for manifest in val.values() for entry in manifest["files"]]
         evaluated = [pins_of(entry) for entry in entries]
         # with a validation file, all others are for training
-        file = Path([*val.values()][0]["root"], entries[0]["name"])
+        file = Path(next(iter(val.values()))["root"], entries[0]["name"])
         settings = replace(settings, val_path=str(file))
-    pinned = order_of(settings).pin(settings)
+    pinned = order.pin(settings)
     train: dict[str, Manifest] = {}
     for bucket, manifest in pinned["train"].items():
         theirs = parent.manifests["train"].get(bucket)
@@ -269,14 +284,9 @@ def files_of_fork(parent: Parent, settings: Settings) -> Manifests:
             joins = "data_path" in fork.changes
             feeds = [cursor["buckets"][bucket] for cursor in parent.checkpoint.cursors]
             begins = [[feed["epoch"], feed["place"]] for feed in feeds]
-            ours = {**manifest, "files": files}
+            ours: Manifest = {**manifest, "files": files}
             train[bucket] = _joined(ours, theirs, fork.run, begins if joins else None)
     return {"train": train, "val": val or pinned["val"]}
-
-
-def _bare(manifest: Manifest) -> Manifest:
-    """A manifest without the list of documents that are left out."""
-    return {name: value for name, value in manifest.items() if name != "without"}
 
 
 def _joined(
@@ -298,8 +308,10 @@ def _joined(
                 f"{entry['name']}: it has changed since {run} read it; restore the old file, or give the "
                 f"new one another name"
             )
-        files.append({**own, **{key: entry[key] for key in ("written",) if key in entry}})
-    joined = {**manifest, "files": files}
+        if "written" in entry:
+            own["written"] = entry["written"]
+        files.append(own)
+    joined: Manifest = {**manifest, "files": files}
     if "joined" in theirs:
         joined["joined"] = theirs["joined"]
     arrived = [*found.values()]

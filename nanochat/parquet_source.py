@@ -15,16 +15,15 @@ import functools
 import threading
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
-from nanochat.common import counted, etag_of, hash_bytes
+from nanochat.common import AnyPath, counted, etag_of, hash_bytes
+from nanochat.pins import Manifest, Pin
 from nanochat.prepare import FILE, LINE
 from nanochat.rows import Document
-from nanochat.sources import Manifest, Place, Source
+from nanochat.sources import Place, Source
 from nanochat.spill import LARGE_BYTES, Spill, Spills, decode_group
 from nanochat.text import (
     TEXT_FIELD,
@@ -78,12 +77,12 @@ class ParquetSource(Source):
         self._origins = functools.lru_cache(64)(self._read_origins)
 
     @staticmethod
-    def scan_file(path: Path, name: str, text_field: str) -> dict[str, Any]:
+    def scan_file(path: AnyPath, name: str, text_field: str) -> Pin:
         """See `Source.scan_file`. "nulls": their number, if there are any; None if the footer does
         not say it."""
         footer = read_footer(path, text_field)
         documents = sum(footer.counts)
-        entry = {
+        entry: Pin = {
             "name": name,
             "size": path.stat().st_size,
             "footer": hash_bytes(footer.raw),
@@ -98,11 +97,11 @@ class ParquetSource(Source):
         return entry
 
     @staticmethod
-    def is_empty(path: Path) -> bool:
+    def is_empty(path: AnyPath) -> bool:
         return is_empty_text(path)
 
     @staticmethod
-    def check_scanned(files: Sequence[Path], text_field: str) -> None:
+    def check_scanned(files: Sequence[AnyPath], text_field: str) -> None:
         """See `Source.check_scanned`: an error if all documents are empty."""
         if all(is_blank(file, text_field) for file in files):
             raise ValueError(

@@ -40,7 +40,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -49,24 +49,24 @@ from tqdm import tqdm
 from nanochat.cli import Parser, run_main
 from nanochat.common import (
     WRITABLE_BASE,
+    AnyPath,
+    Remote,
     atomic_open,
     check_shape,
     check_stop,
     counted,
     each,
-    etag_of,
     few,
     fsync_dir,
     hash_file,
     hash_json,
-    is_remote,
     local_copy,
     read_json,
     remove_leftovers,
     table,
     write_json,
 )
-from nanochat.text import ORIGIN, TEXT_BYTES, Numbered, Selection, prepared_dir
+from nanochat.text import ORIGIN, TEXT_BYTES, Numbered, Selection, Skipped, prepared_dir
 from nanochat.text_kinds import describe_skipped, no_document, numbered_documents, warn_once
 
 log = logging.getLogger(__name__)
@@ -87,7 +87,7 @@ class Record(NamedTuple):
     source: str  # the user's own file
     documents: int
     num_bytes: int  # of the parquet file
-    skipped: dict[str, Any]
+    skipped: Skipped
 
     @property
     def has_mistakes(self) -> bool:
@@ -108,7 +108,7 @@ Records = dict[str, Record]  # by the name of the parquet file, relative to its 
 class TextFile(NamedTuple):
     """A file of the user that is to be prepared. `name`: relative to the data path."""
 
-    path: Path
+    path: AnyPath
     name: str
     split: str  # train or val
     selection: Selection
@@ -116,8 +116,8 @@ class TextFile(NamedTuple):
     def version(self) -> list[str | int]:
         """What changes when the file does, without reading it. OSError if it does not exist."""
         stat = self.path.stat()
-        if is_remote(self.path):
-            return [str(self.path), stat.st_size, etag_of(self.path)["etag"]]
+        if isinstance(self.path, Remote):
+            return [str(self.path), stat.st_size, self.path.etag()]
         return [str(self.path.resolve()), stat.st_size, stat.st_mtime_ns]
 
     def key(self) -> str:
@@ -333,7 +333,7 @@ def _convert(file: TextFile, key: str, place: Path, tick: Callable[[int], None])
     field = file.selection.text_field
     name_type = pa.dictionary(pa.int32(), pa.string())
     schema = pa.schema([(field, pa.string()), (FILE, name_type), (LINE, pa.int64())])
-    skipped: dict[str, Any] = {}
+    skipped: Skipped = {}
     documents = numbered_documents(source, file.selection, skipped)
     num_documents = text_bytes = 0
     with (
@@ -368,7 +368,7 @@ def _report(
     folder: Path, records: Records, targets: dict[str, TextFile], *, was_ready: bool
 ) -> None:
     """Log where the prepared files are, and warn about what was skipped in them."""
-    with_nulls: dict[Path, int] = {}
+    with_nulls: dict[AnyPath, int] = {}
     made = [records[name] for name in targets]
     for record, file in zip(made, targets.values()):
         skipped = record.skipped

@@ -53,6 +53,7 @@ import numpy as np
 from numpy.typing import ArrayLike, DTypeLike
 
 from nanochat.common import (
+    AnyPath,
     atomic_open,
     counted,
     differences,
@@ -64,7 +65,7 @@ from nanochat.common import (
     write_json,
 )
 from nanochat.files import MAGICS
-from nanochat.text import ALL, Selection, read_footer, text_suffix
+from nanochat.text import ALL, Selection, Skipped, read_footer, text_suffix
 from nanochat.text_kinds import no_document, read_documents
 from nanochat.tokenizer import CannotEncode, Tokenizer, get_tokenizer
 from nanochat.tokens import (
@@ -118,7 +119,7 @@ class TokenWriter:
     format: ClassVar[str]  # one of `tokens.HEADERS`
 
     def __init__(self, prefix: Path | str, *, vocab_size: int, dtype: DTypeLike):
-        self.bin_path, self.idx_path = pair_paths(prefix)
+        self.bin_path, self.idx_path = map(Path, pair_paths(prefix))
         self.dtype = np.dtype(dtype)
         codes = DTYPES[self.format]
         self.code = next((code for code, known in codes.items() if known == self.dtype), 0)
@@ -396,7 +397,7 @@ def _batch(texts: Iterator[str]) -> list[str]:
 class Input:
     """A text file and the place of its pair: OUT/`split`/`bucket`/`stem`.bin."""
 
-    path: Path
+    path: AnyPath
     name: str  # relative to RAW
     split: str
     bucket: str
@@ -498,7 +499,7 @@ class Pretokenizer:
         pair.
         """
         prefix = i.prefix(self.output)
-        bin_path, idx_path = pair_paths(prefix)
+        bin_path, idx_path = map(Path, pair_paths(prefix))
         # before the record is read: another process may finish the pair after that
         had_index = idx_path.exists()
         record = self.finished(i)
@@ -516,7 +517,7 @@ class Pretokenizer:
         """Write the pair under temporary names, and its record."""
         source = i.stamp()
         selection = self.selection.for_split(i.split)
-        skipped: Record = {}
+        skipped: Skipped = {}
 
         # the ids
         documents = 0

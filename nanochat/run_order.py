@@ -16,8 +16,9 @@ from typing import ClassVar, Protocol
 from nanochat.common import open_door
 from nanochat.config import Settings
 from nanochat.order import ORDERS, StreamConfig
+from nanochat.pins import Manifests, leave_out
 from nanochat.schedule import Horizon
-from nanochat.sources import Manifests, Source, leave_out
+from nanochat.sources import Source
 from nanochat.splits import pin_files
 from nanochat.stream import Cursor, OpensStream
 from nanochat.text import Selection

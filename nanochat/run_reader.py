@@ -1,6 +1,6 @@
 """The reader of a run: everything that its directory records, for commands that report on runs.
 
-    config.json            .config, .horizon         logs/train.jsonl    .steps, .events, .launches, .outcome
+    config.json            .config, .horizon, .fork  logs/train.jsonl    .steps, .events, .launches, .outcome
     data_manifest.json     .manifests, .files()      logs/cursors/       .cursor_files, .nearest_cursors(), .ledger()
     eval.json              .evaluation               checkpoints/        .newest_checkpoint()
     plan.json              .phases                   .run_state.json     .status()
@@ -8,6 +8,15 @@
 Each part is read and checked on first use, so a command needs only the files that it uses. Reading
 changes nothing. Parts that need Arrow import it when they are used, so `scripts.status`, which
 clusters call in loops, starts fast.
+
+**Forks.** A fork is a run that continues its parent from one of the parent's steps; its own steps are
+numbered on from there. Its config.json records the parent, which may be deleted later:
+
+    step     0        10        20        30
+    mine     |--------+---------+---------|      mine
+    warm              |--------+----------|        warm       @10
+    hot                        |----------|          hot      @20
+    cold              |-------------------|        cold       @10
 """
 
 import contextlib
@@ -18,15 +27,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from nanochat.common import check_shape, is_remote, read_json
+from nanochat.common import check_shape, is_remote, read_json, visible
 from nanochat.run_dir import (
     CONFIG_NAME,
     PLAN_NAME,
     RowLosses,
     checkpoint_folders,
     cursor_files,
+    find_run_at,
+    is_run_dir,
     is_step,
     iter_log,
     read_config,
@@ -53,6 +64,15 @@ EVENTS: dict[str, dict[str, object]] = {
 }
 ENDS = ("completed", "stopped", "halted", "failed")  # events that end a launch
 EVALUATION = {"step": int, "train_bpb": dict, "samples": dict}
+FORK = {
+    "run": str,
+    "checkpoint": str,
+    "step": int,
+    "tokens": int,
+    "checksum": str,
+    "changes": dict,
+}
+WIDEST = 50  # maximum number of characters shown of a changed setting
 Table = list[tuple[Any, ...]]
 LogRecord = dict[str, Any]  # a line of the log
 
@@ -72,6 +92,22 @@ class Launch:
     @property
     def world_size(self) -> int:
         return self.started["world_size"]
+
+
+class Fork(NamedTuple):
+    """Where a run branched off from its parent."""
+
+    run: str  # the parent
+    checkpoint: str
+    step: int
+    tokens: int  # number of tokens trained on by that step
+    checksum: str  # of the checkpoint's seal
+    changes: dict[str, list[Any]]  # {setting: [the parent's value, the fork's value]}
+
+    @property
+    def place(self) -> str:
+        """The parent and the step, such as mine@1,000."""
+        return f"{self.run}@{self.step:,}"
 
 
 class RunReader:
@@ -100,6 +136,31 @@ class RunReader:
         check_shape(derived, dict.fromkeys(derived, float | None), f"{path}: derived")
         return config
 
+    @cached_property
+    def fork(self) -> Fork | None:
+        """Where the run branched off from its parent, None if it is not a fork."""
+        record = self.config.get("fork")
+        if record is None:
+            return None
+        where = f"{self.run_dir / CONFIG_NAME}: fork"
+        check_shape(record, FORK, where)
+        check_shape(record["changes"], dict.fromkeys(record["changes"], list), f"{where}: changes")
+        return Fork(**{name: record[name] for name in FORK})
+
+    @cached_property
+    def parent_dir(self) -> Path | None:
+        """The directory of the run's parent, None if the run is not a fork or its parent no longer
+        exists."""
+        if self.fork is None:
+            return None
+        beside = self.run_dir.parent / self.fork.run
+        if is_run_dir(beside):
+            return beside
+        with contextlib.suppress(OSError, ValueError):  # it no longer exists
+            named, _ = find_run_at(str(self.config.get("fork_from")))
+            return named if named.name == self.fork.run else None
+        return None
+
     @property
     def typed(self) -> list[str]:
         """The names of the settings that the command line of the first launch changed."""
@@ -110,7 +171,7 @@ class RunReader:
     @cached_property
     def manifests(self) -> dict[str, dict[str, Any]]:
         """{split: {bucket: manifest}} of the pinned files, empty if the run has pinned none."""
-        from nanochat.sources import DATA_MANIFEST, read_manifests
+        from nanochat.pins import DATA_MANIFEST, read_manifests
 
         return read_manifests(self.run_dir / DATA_MANIFEST)
 
@@ -229,6 +290,11 @@ class RunReader:
     # ---- figures, defined once for all commands ----
 
     @property
+    def first_step(self) -> int:
+        """The first step that this run trained: of a fork, the one at which it left its parent."""
+        return (self.config.get("fork") or {}).get("step", 0)
+
+    @property
     def num_steps(self) -> int:
         """Number of steps done."""
         return self.steps[-1]["step"] + 1 if self.steps else 0
@@ -285,6 +351,21 @@ class RunReader:
             axes["FLOPs"].append(flops)
             axes["hours"].append(step.get("total_training_time", spent_s) / 3600)
         return axes
+
+    @cached_property
+    def origin(self) -> dict[str, float]:
+        """{axis: value} before the first step; for a fork, where its parent was by then."""
+        origin: dict[str, float] = {"steps": 0, "tokens": 0, "FLOPs": 0, "hours": 0}
+        if self.fork is None:
+            return origin
+        origin["steps"] = self.fork.step
+        origin["tokens"] = self.fork.tokens
+        if self.steps:
+            first = self.steps[0]
+            axes = {name: values[0] for name, values in self.axes().items()}
+            origin["FLOPs"] = axes["FLOPs"] * self.fork.tokens / first["tokens"]
+            origin["hours"] = axes["hours"] - first["step_s"] / 3600
+        return origin
 
     def mix(self) -> dict[str, list[float]]:
         """{bucket: its share of the tokens in a window that ends at each logged step}.
@@ -391,14 +472,19 @@ class RunReader:
         for it.
         """
         why = f"{self.run_dir / STATE_NAME} is missing, so the run's status is unknown; see {self.log_path}"
-        status = {
+        status: dict[str, Any] = {
             "run": str(self.run_dir),
+            "fork": None,
+            "parent": None,
             "status": None,
             "shown": "unknown",
             "liveness": None,
             "val_bpb": None,
             "reason": why,
         }
+        with contextlib.suppress(OSError, ValueError):  # config.json is missing or corrupt
+            status["fork"] = self.fork and self.fork._asdict()
+            status["parent"] = self.parent_dir and str(self.parent_dir)
         try:
             state = read_state(self.run_dir)
             alive = state and liveness(self.run_dir, state)
@@ -452,9 +538,43 @@ def flat_numbers(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[
             yield f"{prefix}{name}", float(value)
 
 
+def tree_of(parents: Mapping[str, str | None]) -> dict[str, int]:
+    """{run: depth} of a tree of forks: below each run its forks, in the order of `parents`, which
+    holds {run: its parent}. A run whose parent is not in `parents` has depth 0."""
+    forks: dict[str, list[str]] = {run: [] for run in parents}
+    roots: list[str] = []
+    for run, parent in parents.items():
+        siblings = roots if parent is None else forks.get(parent, roots)
+        siblings.append(run)
+    depths: dict[str, int] = {}
+    pending = [(run, 0) for run in reversed(roots)]
+    while pending:
+        run, depth = pending.pop()
+        depths[run] = depth
+        pending += [(fork, depth + 1) for fork in reversed(forks[run])]
+    lost = parents.keys() - depths.keys()  # in a circle, after an edit of config.json
+    return depths | dict.fromkeys(sorted(lost), 0)
+
+
+def changes_text(changes: Mapping[str, Sequence[Any]]) -> str:
+    """What a fork changed, in words."""
+    words = []
+    for name, values in changes.items():
+        shown = []
+        for value in values:
+            text = json.dumps(value)
+            shown.append(text if len(text) <= WIDEST else f"{text[: WIDEST - 3]}...")
+        words.append(f"{name} {' -> '.join(shown)}")
+    return visible(", ".join(words)) or "nothing changed"
+
+
 def differing_settings(configs: Sequence[Mapping[str, Any]]) -> Table:
     """(name, one JSON value per run) of the settings that differ between runs."""
-    names = dict.fromkeys(name for config in configs for name in config if name != "derived")
+    names: dict[str, None] = {}
+    for config in configs:
+        names |= dict.fromkeys(config)
+    for name in ("derived", "fork"):  # not settings
+        names.pop(name, None)
     rows: Table = []
     for name in names:
         values = [json.dumps(config[name]) if name in config else None for config in configs]

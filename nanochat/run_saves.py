@@ -1,7 +1,7 @@
 """
 When a run saves its training, and what became of each save.
 
-    due: every --save-every steps, or after half an hour on the clock of any rank
+    due: every --save-every steps, or after half an hour on the clock of any rank; at the steps of --save-at
       |
     Training.collect     all ranks: a copy of the state in rank 0's memory
       |
@@ -40,6 +40,8 @@ class Saves:
         self._saved_at = time.monotonic()  # the last save, or the launch, on this rank's clock
         good = run.checkpoint.path if run.checkpoint else None
         self._saver = Saver(good)
+        # these checkpoints are never deleted
+        self._kept_steps = run.settings.kept_steps(run.horizon.num_iterations)
         self._known = {good.name: True} if good else {}  # {name: whether it is good}, for retention
 
     def close(self) -> None:
@@ -57,9 +59,11 @@ class Saves:
         """Whether to save before the next step; the same on all ranks."""
         step = self.training.progress.step
         every = self.run.settings.save_every
+        is_kept = step in self._kept_steps
         if step == self.run.step:
-            return False
-        return self.due_by_clock or (every > 0 and step % every == 0)
+            was_loaded = self.run.checkpoint is not None
+            return is_kept and not was_loaded
+        return self.due_by_clock or is_kept or (every > 0 and step % every == 0)
 
     def save(self, name: str, status: str, *, last: bool = False, **more: object) -> None:
         """Collective. Save the training as the checkpoint `name`, in the background. With `last`,
@@ -71,6 +75,8 @@ class Saves:
         # the previous one first, so that memory holds at most one copy of the state
         on_rank0(self.finish)
         began = time.perf_counter()
+        if self.training.progress.step in self._kept_steps:
+            more["kept"] = True
         snapshot = self.training.collect(
             status=status, by_time=by_time, wandb_id=self.journal.wandb_id, **more
         )

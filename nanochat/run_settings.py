@@ -18,8 +18,8 @@ from nanochat.dataloader import StepLayout, default_leaves
 from nanochat.fp8 import convert
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.order import MAX_LANES, default_lanes, fed_lanes
+from nanochat.pins import Manifest, counts_and_means
 from nanochat.schedule import REFERENCE_DEPTH, Horizon, resolve_horizon
-from nanochat.sources import Manifest, counts_and_means
 
 # share of a GPU's memory for a step, with one process and with several (NCCL)
 FIT_ALONE = 0.92

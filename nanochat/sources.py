@@ -1,5 +1,4 @@
-"""Sources: the files of a bucket behind one small interface, and the pins that say which files a
-run reads.
+"""Sources: the files of a bucket behind one small interface, which also pins and compares them.
 
     Source.groups, .means       number of documents in each group, in the order of files; their estimated mean length
     Source.read(group, rows)    the documents of a group with the indices `rows`, each as [BOS] + token ids
@@ -9,20 +8,8 @@ a token file. A kind of data file enters by the table `SOURCES`: by its suffix, 
 of `Source`. A fork needs no entry for its own kind `.xyz`: the class `FileSource` in
 nanochat/source_xyz.py is found by its name.
 
-    files --scan, for each bucket--> manifest ----> RUN/data_manifest.json, when a run starts
-    manifest --check---------------> the same manifest, or an error that names the changed file, when it resumes
-
-**Pinned files.** A run must always see the same files. For each file, the manifest of a bucket
-holds its relative name, its size, a hash of its footer, the sizes of its groups and, for an object,
-its ETag. If a file has changed or vanished, an error names it. Files that arrive later are not in
-the manifest, so the stream ignores them. Hashing whole files at each start would take hours on
-large data sets. The footer holds offsets, sizes and statistics of every column chunk, so a
-rewritten parquet file has a different footer. ETags are compared only if the root is the same,
-because a different storage service gives the same bytes a different ETag.
-
-**Prepared text** (nanochat/prepare.py) is pinned under the name, size and hash of the user's own
-file. Its entry also holds "parquet", the file that is read instead. That is a place on one machine:
-where it does not exist, it is prepared again, and compared.
+    files --scan_all--> manifests --> RUN/data_manifest.json (nanochat/pins.py), when a run starts
+    manifests --check_files--> the same, or an error that names the changed file, when it resumes
 """
 
 import contextlib
@@ -30,26 +17,36 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 
 from nanochat.common import (
+    AnyPath,
     as_path,
-    check_shape,
     counted,
     each,
     etag_of,
     few,
     hash_file,
-    hash_json,
     local_copy,
     make_local_copies,
     open_door,
-    read_json,
 )
 from nanochat.files import BUCKET, DataPath, data_at, list_files
 from nanochat.order import Joined
+from nanochat.pins import (
+    UNKNOWN,
+    JoinedFiles,
+    Manifest,
+    Manifests,
+    Pin,
+    counts_and_means,
+    fingerprint,
+    is_prepared,
+    not_pinned_yet,
+    place_of,
+)
 from nanochat.prepare import TextFile, prepare
 from nanochat.rows import Document
 from nanochat.text import (
@@ -59,7 +56,6 @@ from nanochat.text import (
     TEXT_FIELD,
     Selection,
     text_suffix,
-    text_tokens,
 )
 from nanochat.text_kinds import count_nulls
 from nanochat.tokenizer import Tokenizer
@@ -70,32 +66,12 @@ SOURCES = {  # the door for kinds of data files: {suffix: "module:class"}
     **dict.fromkeys((*SUFFIXES, *JSON_LINES), "nanochat.parquet_source:ParquetSource"),
     ".bin": "nanochat.token_source:TokenSource",
 }
-DATA_MANIFEST = "data_manifest.json"  # in the run directory
 # a bucket with at most this many estimated tokens is shuffled document by document,
 SMALL_TOKENS = 32 << 20
 SMALL_DOCUMENTS = 1 << 20  # unless it has more documents than this
 
-UNKNOWN = ""  # the hash of a file that older code did not pin
-Manifest = dict[str, Any]  # has the shape PINNED; the files may move to another "root"
-# {"train": {bucket: manifest}, "val": {bucket: manifest}}
-Manifests = dict[str, dict[str, Manifest]]
-PINNED = {"root": str, "files": [{"name": str, "size": int, "footer": str, "groups": [int]}]}
-
 
 # ---- the interface -------------------------------------------------------------------------------
-
-
-def counts_and_means(manifest: Manifest) -> tuple[np.ndarray, np.ndarray]:
-    """(number of documents in each group, their estimated mean length in tokens) of a manifest, in
-    the order of files, each (G,) int64. The mean is that of the group's file."""
-    counts, means = [], []
-    for entry in manifest["files"]:
-        of_file = np.array(entry["groups"], np.int64)
-        documents = max(1, int(of_file.sum()))
-        tokens = entry.get("tokens", text_tokens(entry["size"], documents))
-        counts.append(of_file)
-        means.append(np.full(len(of_file), max(1, tokens // documents)))
-    return np.concatenate(counts), np.concatenate(means)
 
 
 class Place(NamedTuple):
@@ -133,7 +109,7 @@ class Source:
         documents, means = self.groups[first_group:stop], self.means[first_group:stop]
         return int(documents @ means) <= SMALL_TOKENS and int(documents.sum()) <= SMALL_DOCUMENTS
 
-    def _find_joined(self, parts: Sequence[Mapping[str, Any]]) -> list[Joined]:
+    def _find_joined(self, parts: Sequence[JoinedFiles]) -> list[Joined]:
         """The files that joined the bucket in forks; see `nanochat.fork.join`."""
         firsts = [int(self._first_group[part["files"]]) for part in parts]
         joined = []
@@ -158,20 +134,19 @@ class Source:
         return without
 
     @staticmethod
-    def scan_file(path: Path, name: str, text_field: str) -> dict[str, Any]:
-        """A file's entry in a manifest: {"name", "size", "footer": a hash, "groups": number of
-        documents in each, "tokens": an estimate, needed unless the size gives one}. `text_field`:
-        the column of text. ValueError or FileNotFoundError if the file cannot be read."""
+    def scan_file(path: AnyPath, name: str, text_field: str) -> Pin:
+        """The pin of a file. `text_field`: the column of text. ValueError or FileNotFoundError if the
+        file cannot be read."""
         raise NotImplementedError
 
     @staticmethod
-    def is_empty(path: Path) -> bool:
+    def is_empty(path: AnyPath) -> bool:
         """Whether a file holds no document, so that it is skipped. ValueError or OSError if it
         cannot be read."""
         return False
 
     @staticmethod
-    def check_scanned(files: Sequence[Path], text_field: str) -> None:
+    def check_scanned(files: Sequence[AnyPath], text_field: str) -> None:
         """ValueError if nothing in the files of a bucket, which are all scanned, can be trained
         on."""
 
@@ -267,7 +242,7 @@ def open_data(
 
 
 def scan(
-    root: Path | str, files: Sequence[Path] | None = None, *, selection: Selection = ALL
+    root: AnyPath | str, files: Sequence[AnyPath] | None = None, *, selection: Selection = ALL
 ) -> Manifest:
     """`scan_files` of some files (default: all) that a path names."""
     data = data_at(root)
@@ -275,7 +250,7 @@ def scan(
     return scan_files(data.folder, files, selection)
 
 
-def scan_files(folder: Path, files: Sequence[Path], selection: Selection = ALL) -> Manifest:
+def scan_files(folder: AnyPath, files: Sequence[AnyPath], selection: Selection = ALL) -> Manifest:
     """The manifest of one bucket: some files below `folder`. Text is prepared first, if necessary.
     ValueError or FileNotFoundError for the first file that cannot be read."""
     split = selection.part or "train"
@@ -283,8 +258,8 @@ def scan_files(folder: Path, files: Sequence[Path], selection: Selection = ALL) 
 
 
 def scan_all(
-    folders: Mapping[str, Path],
-    files: Mapping[str, Mapping[str, Sequence[Path]]],
+    folders: Mapping[str, AnyPath],
+    files: Mapping[str, Mapping[str, Sequence[AnyPath]]],
     selection: Selection = ALL,
 ) -> Manifests:
     """The manifests of {split: {bucket: files}} below the `folders` of the splits; see `scan_files`."""
@@ -307,36 +282,30 @@ def scan_all(
     return manifests
 
 
-def _begin_manifest(folder: Path, files: Sequence[Path], selection: Selection) -> Manifest:
+def _begin_manifest(folder: AnyPath, files: Sequence[AnyPath], selection: Selection) -> Manifest:
     """A manifest that lacks the pins of the files that are to be prepared; see `prepared`."""
     field = selection.text_field
 
-    def begin(path: Path) -> dict[str, Any]:
+    def begin(path: AnyPath) -> Pin:
         name = path.relative_to(folder).as_posix()
         kind = text_suffix(name)
-        unprepared = {"name": name, "parquet": ""}
         if kind and (kind != ".parquet" or selection.skips_some):
-            return unprepared
+            return not_pinned_yet(name)
         entry = reader_class(name).scan_file(path, name, field)
         nulls = entry.pop("nulls", 0)
         if nulls is None:  # the footer does not say it
             nulls = count_nulls(path, field)
-        return unprepared if nulls else entry
+        return not_pinned_yet(name) if nulls else entry
 
     entries = list(each(begin, files))
     return {"root": str(folder.resolve()), "files": entries, **selection.named()}
 
 
-def pin(path: Path, name: str, text_field: str) -> dict[str, Any]:
-    """A file's entry in a manifest. `path` may be the parquet file that was prepared from it."""
+def pin(path: AnyPath, name: str, text_field: str) -> Pin:
+    """The pin of a file. `path` may be the parquet file that was prepared from it."""
     entry = reader_class(name).scan_file(path, name, text_field)
     entry.pop("nulls", None)
     return entry
-
-
-def place_of(manifest: Manifest, entry: Mapping[str, Any]) -> Path:
-    """The file that is read for an entry of a manifest."""
-    return as_path(entry.get("parquet") or as_path(manifest["root"]) / entry["name"])
 
 
 def prepared(manifests: Mapping[str, Mapping[str, Manifest]], *, strict: bool = False) -> Manifests:
@@ -364,110 +333,10 @@ def prepared(manifests: Mapping[str, Mapping[str, Manifest]], *, strict: bool = 
     return ready
 
 
-def pins_of(entry: Mapping[str, Any]) -> list[Any]:
-    """What a file must keep for a run to read it: size, hash, groups, tokens."""
-    return [entry["size"], entry["footer"], entry["groups"], entry.get("tokens")]
-
-
-def is_prepared(entry: Mapping[str, Any]) -> bool:
-    """Whether a run reads a file as prepared parquet."""
-    return "parquet" in entry
-
-
-def read_manifests(path: Path) -> Manifests:
-    """The manifests in a run's data_manifest.json; {} if the file does not exist. ValueError if it
-    is corrupt."""
-    if not path.exists():
-        return {}
-    remedy = "restore the file, or start a new run (--model-tag)"
-    manifests = read_json(path, {"train": dict, "val": dict}, remedy=remedy)
-    for split in ("train", "val"):
-        where = f"{path}: {split}"
-        check_shape(manifests[split], dict.fromkeys(manifests[split], PINNED), where)
-        for manifest in manifests[split].values():
-            if not manifest["files"]:
-                raise ValueError(f"{where}: a bucket has no files; {remedy}")
-            _check_without(manifest, where, remedy)
-            manifest["files"] = [_as_pinned_now(entry) for entry in manifest["files"]]
-    return manifests
-
-
-def _as_pinned_now(entry: dict[str, Any]) -> dict[str, Any]:
-    """The entry of a prepared file, as older code pinned it: by the bytes of the parquet file that
-    it wrote. "written" keeps them, because they are part of the fingerprint in the run's saves."""
-    if "own_size" not in entry:
-        return entry
-    of_own_file = {"size": entry["own_size"], "footer": UNKNOWN, "parquet": ""}
-    rest = {name: value for name, value in entry.items() if name != "own_size"}
-    return {**rest, **of_own_file, "written": [entry["size"], entry["footer"]]}
-
-
-def _check_without(manifest: Manifest, where: str, remedy: str) -> None:
-    """ValueError unless `without` lists documents of the manifest's files."""
-    counts = {entry["name"]: sum(entry["groups"]) for entry in manifest["files"]}
-    for name, rows in manifest.get("without", {}).items():
-        if rows is None:  # all of the file's
-            continue
-        check_shape(rows, [int], f"{where}: without: {name}")
-        if any(not 0 <= row < counts.get(name, 0) for row in rows):
-            raise ValueError(f"{where}: `without` lists a document that does not exist; {remedy}")
-
-
-def leave_out(buckets: Mapping[str, Manifest], list_path: Path | str) -> dict[str, Manifest]:
-    """Turn off the targets of the documents that a text file lists: the training manifests get
-    "without": {file: numbers of documents}, where None means all of them. Blank lines and lines
-    that begin with # are skipped. ValueError names a line without a valid document."""
-    counts: dict[tuple[str, str], int] = {}  # documents of each (bucket, file)
-    for bucket, manifest in buckets.items():
-        for entry in manifest["files"]:
-            counts[bucket, entry["name"]] = sum(entry["groups"])
-
-    listed: dict[tuple[str, str], set[int] | None] = {}
-    for number, line in enumerate(as_path(list_path).read_text().splitlines(), start=1):
-        line = line.strip()
-        if not line or line.startswith("#"):
-            continue
-        name, _, row = line.rpartition(":")
-        where = f"{list_path}: line {number}: {line}"
-        # in the first bucket with such a file
-        place = next((place for place in counts if place[1] == name), None)
-        if place is None or not (row == "*" or row.isdecimal()):
-            raise ValueError(
-                f"{where}: expected FILE:DOC or FILE:*, where FILE is a training file such as "
-                f"{next(iter(counts))[1]}, and DOC counts its documents from 0"
-            )
-        if row == "*":
-            listed[place] = None
-            continue
-        if int(row) >= counts[place]:
-            raise ValueError(
-                f"{where}: the file has documents 0 to {counts[place] - 1}; name one of them"
-            )
-        rows = listed.setdefault(place, set())
-        if rows is not None:
-            rows.add(int(row))
-
-    reduced = {bucket: dict(manifest) for bucket, manifest in buckets.items()}
-    for (bucket, name), rows in listed.items():
-        without = reduced[bucket].setdefault("without", {})
-        without[name] = None if rows is None else sorted(rows)
-    return reduced
-
-
-def fingerprint(manifest: Manifest) -> str:
-    """A hash of the contents of a manifest's files, independent of their location, and of the
-    options that select their documents."""
-    pins = []
-    for entry in manifest["files"]:
-        size, footer = entry.get("written", (entry["size"], entry["footer"]))
-        pins.append([size, footer, entry["groups"], entry.get("tokens")])
-    return hash_json(pins + manifest.get("joined", []) + Selection.of(manifest).hashed())
-
-
 def check_files(
     manifests: Mapping[str, Mapping[str, Manifest]],
-    folder: Path | None = None,
-    val_folder: Path | None = None,
+    folder: AnyPath | None = None,
+    val_folder: AnyPath | None = None,
     *,
     strict: bool = False,
 ) -> Manifests:
@@ -488,7 +357,7 @@ def check_files(
     return found
 
 
-def check(manifest: Manifest, folder: Path | None = None, *, strict: bool = False) -> Manifest:
+def check(manifest: Manifest, folder: AnyPath | None = None, *, strict: bool = False) -> Manifest:
     """`check_files` for one bucket."""
     split = manifest.get("part", "train")
     found = check_files({split: {BUCKET: manifest}}, folder, folder, strict=strict)
@@ -521,7 +390,7 @@ def warn_of_arrivals(manifests: Manifests, data: DataPath, data_format: str, beg
         )
 
 
-def check_own_file(path: Path, entry: Mapping[str, Any]) -> None:
+def check_own_file(path: AnyPath, entry: Pin) -> None:
     """ValueError if the user's own file, from which a file was prepared, has changed; OSError if it
     is gone. Reads it, but prepares nothing."""
     _check_same(path, "size", entry["size"], path.stat().st_size)
@@ -529,7 +398,7 @@ def check_own_file(path: Path, entry: Mapping[str, Any]) -> None:
         _check_same(path, "hash", entry["footer"], hash_file(local_copy(path)))
 
 
-def _find_again(manifest: Manifest, folder: Path | None) -> Manifest:
+def _find_again(manifest: Manifest, folder: AnyPath | None) -> Manifest:
     """The manifest below another folder, if given. FileNotFoundError names a file that does not
     exist; ValueError one that is to be prepared, and has another size."""
     root = folder or as_path(manifest["root"])
@@ -538,7 +407,7 @@ def _find_again(manifest: Manifest, folder: Path | None) -> Manifest:
     if new_root != manifest["root"]:
         began = f" (when the run began, the data was in {manifest['root']})"
 
-    def find(entry: dict[str, Any]) -> None:
+    def find(entry: Pin) -> None:
         path = root / entry["name"]
         if not path.exists():
             raise FileNotFoundError(
@@ -554,7 +423,7 @@ def _find_again(manifest: Manifest, folder: Path | None) -> Manifest:
     return {**manifest, "root": new_root}
 
 
-def _check_same(path: Path, what: str, then: object, now: object) -> None:
+def _check_same(path: AnyPath, what: str, then: object, now: object) -> None:
     """ValueError if a pin of a file has changed."""
     if then != now:
         raise ValueError(
@@ -563,13 +432,13 @@ def _check_same(path: Path, what: str, then: object, now: object) -> None:
         )
 
 
-def _compare(old_manifest: Manifest, manifest: Manifest) -> list[dict[str, Any]]:
+def _compare(old_manifest: Manifest, manifest: Manifest) -> list[Pin]:
     """The entries of a manifest's files in their present state. ValueError names the first file
     that differs from the old manifest."""
     is_same_place = manifest["root"] == old_manifest["root"]
     field = manifest.get("text_field", TEXT_FIELD)
 
-    def compare(old: dict[str, Any]) -> dict[str, Any]:
+    def compare(old: Pin) -> Pin:
         path = as_path(manifest["root"]) / old["name"]
         place = place_of(manifest, old)
         is_same_object = is_same_place and etag_of(place) == {"etag": old.get("etag")}
@@ -584,8 +453,11 @@ def _compare(old_manifest: Manifest, manifest: Manifest) -> list[dict[str, Any]]
         for key in compared:
             if old.get(key) != UNKNOWN:
                 _check_same(path, "hash" if key == "footer" else key, old.get(key), new.get(key))
-        kept: dict[str, Any] = {key: old[key] for key in ("parquet", "written") if key in old}
-        return {**new, **kept}
+        if "parquet" in old:
+            new["parquet"] = old["parquet"]
+        if "written" in old:
+            new["written"] = old["written"]
+        return new
 
     make_local_copies(
         place_of(manifest, entry).with_suffix(".idx")

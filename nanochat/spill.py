@@ -32,7 +32,7 @@ from typing import BinaryIO
 
 import numpy as np
 
-from nanochat.common import as_path, check_stop, get_base_dir
+from nanochat.common import AnyPath, as_path, check_stop, get_base_dir
 from nanochat.text import open_parquet, read_batches
 
 LARGE_BYTES = 16 << 20  # of text in a row group; smaller groups are decoded in memory
@@ -116,7 +116,7 @@ class Spills:
 # ---- decoding ------------------------------------------------------------------------------------
 
 
-def decode_group(path: Path, number: int, field: str, num_bytes: int) -> Spill:
+def decode_group(path: AnyPath, number: int, field: str, num_bytes: int) -> Spill:
     """Decode row group `number` of a parquet file, which has about `num_bytes` of text.
 
     ValueError, as from `read_batches`, if it is damaged; OSError if the base directory has no room
@@ -143,7 +143,7 @@ def decode_group(path: Path, number: int, field: str, num_bytes: int) -> Spill:
     return spill
 
 
-def write_texts(path: Path, number: int, field: str, out: BinaryIO) -> None:
+def write_texts(path: AnyPath, number: int, field: str, out: BinaryIO) -> None:
     """Write the texts of a row group, then their sizes in bytes, then their number."""
     sizes = []
     with open_parquet(path, field) as file:
@@ -157,7 +157,7 @@ def write_texts(path: Path, number: int, field: str, out: BinaryIO) -> None:
     out.flush()
 
 
-def _in_child(path: Path, number: int, field: str, out: BinaryIO) -> None:
+def _in_child(path: AnyPath, number: int, field: str, out: BinaryIO) -> None:
     """`write_texts` in a process of its own, which Ctrl-C does not reach."""
     root = str(Path(__file__).parents[1])
     command = [sys.executable, "-c", CHILD, root, str(path), str(number), field, str(out.fileno())]

@@ -23,7 +23,7 @@ from itertools import chain
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
-from nanochat.common import counted, each, few, is_remote
+from nanochat.common import AnyPath, counted, each, few
 from nanochat.curriculum import Curriculum
 from nanochat.files import (
     BUCKET,
@@ -38,7 +38,8 @@ from nanochat.files import (
     list_files,
     list_parquet_files,
 )
-from nanochat.sources import Manifest, Manifests, reader_class, scan_all
+from nanochat.pins import Manifest, Manifests
+from nanochat.sources import reader_class, scan_all
 from nanochat.text import ALL, Selection, text_suffix
 
 log = logging.getLogger(__name__)
@@ -129,7 +130,7 @@ def _stated(files: Sequence[PurePosixPath]) -> dict[PurePosixPath, str]:
     return stated
 
 
-def val_folders(root: Path) -> list[Path]:
+def val_folders(root: AnyPath) -> list[AnyPath]:
     """The folders beside root/train whose names say that they are for validation."""
     return [root / name for name in VAL_FOLDERS if is_folder(root / name)]
 
@@ -138,11 +139,11 @@ def val_folders(root: Path) -> list[Path]:
 
 
 def group_by_bucket(
-    files: Sequence[Path], folder: Path, *, merge: bool = False, prefixes: bool = False
-) -> dict[str, list[Path]]:
+    files: Sequence[AnyPath], folder: AnyPath, *, merge: bool = False, prefixes: bool = False
+) -> dict[str, list[AnyPath]]:
     """{bucket: files} of files below a folder: each subfolder is a bucket, or with `prefixes` each
     file. Files beside the subfolders form the bucket BUCKET; with `merge`, all files do."""
-    buckets: dict[str, list[Path]] = {}
+    buckets: dict[str, list[AnyPath]] = {}
     for file in files:
         name = file.relative_to(folder)
         if merge:
@@ -156,8 +157,8 @@ def group_by_bucket(
 
 
 def find_buckets(
-    path: Path, data_format: str = "text", *, merge: bool = False
-) -> dict[str, list[Path]]:
+    path: AnyPath, data_format: str = "text", *, merge: bool = False
+) -> dict[str, list[AnyPath]]:
     """{bucket: files} of all data at a path; see `group_by_bucket`."""
     data = data_at(path)
     files = list_files(data, data_format).data
@@ -168,9 +169,9 @@ class Splits(NamedTuple):
     """The files of a data path, {bucket: files} each. `val` is empty if no folder or name states a
     split. `stray`: files that are neither in train/ nor in the folders beside it."""
 
-    train: dict[str, list[Path]]
-    val: dict[str, list[Path]]
-    stray: list[Path]
+    train: dict[str, list[AnyPath]]
+    val: dict[str, list[AnyPath]]
+    stray: list[AnyPath]
 
 
 def find_splits(data: DataPath, data_format: str = "text", *, by_bucket: bool = False) -> Splits:
@@ -195,11 +196,11 @@ def find_splits(data: DataPath, data_format: str = "text", *, by_bucket: bool = 
 
 
 def _by_folders(
-    root: Path, data: Sequence[Path], data_format: str, by_bucket: bool
-) -> tuple[Splits, list[Path]]:
+    root: AnyPath, data: Sequence[AnyPath], data_format: str, by_bucket: bool
+) -> tuple[Splits, list[AnyPath]]:
     """(splits, files for testing) of a folder with train/."""
     folders = [root / "train", *val_folders(root)[:1]]
-    below = defaultdict[str, list[Path]](list)  # the files below each folder of `root`
+    below = defaultdict[str, list[AnyPath]](list)  # the files below each folder of `root`
     for file in data:
         below[file.relative_to(root).parts[0]].append(file)
     for folder in folders:
@@ -209,20 +210,22 @@ def _by_folders(
             raise FileNotFoundError(f"{folder}: no document in any of its files; write them again")
 
     train = group_by_bucket(below.pop("train"), folders[0], merge=not by_bucket)
-    val: dict[str, list[Path]] = {}
+    val: dict[str, list[AnyPath]] = {}
     for folder in folders[1:]:
         val = group_by_bucket(below.pop(folder.name), folder)
-    tests, stray = list[Path](), list[Path]()
+    tests, stray = list[AnyPath](), list[AnyPath]()
     for top, files in below.items():
         is_test = WORDS.get(top) == "test"
         (tests if is_test else stray).extend(files)
     return Splits(train, val, stray), tests
 
 
-def _by_names(data: DataPath, files: Sequence[Path], by_bucket: bool) -> tuple[Splits, list[Path]]:
+def _by_names(
+    data: DataPath, files: Sequence[AnyPath], by_bucket: bool
+) -> tuple[Splits, list[AnyPath]]:
     """(splits, files for testing) of files whose names may state a split. Names of files that a
     --data-path lists one by one state none."""
-    uses: dict[Path, str] = {}
+    uses: dict[AnyPath, str] = {}
     if not data.files:
         names = {file: PurePosixPath(file.relative_to(data.folder).as_posix()) for file in files}
         try:
@@ -230,7 +233,7 @@ def _by_names(data: DataPath, files: Sequence[Path], by_bucket: bool) -> tuple[S
         except ValueError as e:
             raise ValueError(f"{data}: {e}") from None
         uses = {file: stated[name] for file, name in names.items()}
-    by_use = defaultdict[str, list[Path]](list)
+    by_use = defaultdict[str, list[AnyPath]](list)
     for file in files:
         by_use[uses.get(file) or "train"].append(file)
     buckets = {
@@ -242,7 +245,7 @@ def _by_names(data: DataPath, files: Sequence[Path], by_bucket: bool) -> tuple[S
     return Splits(buckets["train"], buckets["val"], []), by_use["test"]
 
 
-def content_of(path: Path) -> str:
+def content_of(path: AnyPath) -> str:
     """What a data file holds: "documents"; "nothing"; or "pointer": it stands for data that Git LFS
     or git-annex has not fetched. "documents" for a file that cannot be read: reading it gives the
     reason."""
@@ -257,11 +260,11 @@ def content_of(path: Path) -> str:
     return "nothing" if is_empty else "documents"
 
 
-def drop_empty(data: DataPath, files: Sequence[Path]) -> list[Path]:
+def drop_empty(data: DataPath, files: Sequence[AnyPath]) -> list[AnyPath]:
     """The files that hold documents. One warning lists the others. ValueError if no file holds any,
     or if some only stand for data that was not fetched."""
     folder = data.folder
-    contents = list(each(content_of, files) if is_remote(folder) else map(content_of, files))
+    contents = list(each(content_of, files))
     pointers = [file for file, content in zip(files, contents) if content == "pointer"]
     if pointers:
         raise ValueError(
@@ -284,7 +287,7 @@ def drop_empty(data: DataPath, files: Sequence[Path]) -> list[Path]:
     return [file for file, content in zip(files, contents) if content == "documents"]
 
 
-def last_of(files: Sequence[Path]) -> Path | None:
+def last_of(files: Sequence[AnyPath]) -> AnyPath | None:
     """The file of several that validates if nothing else is named: the last one, but none of a few
     .txt files beside other kinds of files, such as notes. None if there are too few files."""
     others = [file for file in files if text_suffix(file.name) != ".txt"]
@@ -302,7 +305,7 @@ def split_train_val(
     data_format: str = "text",
     by_bucket: bool = False,
     shared: bool = False,
-) -> dict[str, dict[str, list[Path]]]:
+) -> dict[str, dict[str, list[AnyPath]]]:
     """{"train": {bucket: files}, "val": {bucket: files}} for a --data-path.
 
         DIR/train/BUCKET/..., DIR/val/BUCKET/...     as they are; without `by_bucket` train is one bucket
@@ -336,14 +339,14 @@ def split_train_val(
 
 def _take_last_files(
     data: DataPath,
-    train: dict[str, list[Path]],
-    val: dict[str, list[Path]],
+    train: dict[str, list[AnyPath]],
+    val: dict[str, list[AnyPath]],
     *,
     by_bucket: bool,
-) -> dict[str, dict[str, list[Path]]]:
+) -> dict[str, dict[str, list[AnyPath]]]:
     """Both splits, where the last file of each bucket validates if the bucket has no validation
     files of its own. ValueError if that leaves a split without files."""
-    last: dict[str, Path] = {}
+    last: dict[str, AnyPath] = {}
     for bucket, files in train.items():
         if bucket not in val and (file := last_of(files)) is not None:
             last[bucket] = file
@@ -354,7 +357,7 @@ def _take_last_files(
         )
     if val and not by_bucket:
         return {"train": train, "val": val}
-    for_val: dict[str, list[Path]] = {}
+    for_val: dict[str, list[AnyPath]] = {}
     for bucket in dict.fromkeys([*train, *val]):
         if bucket in last:
             for_val[bucket] = [last[bucket]]
@@ -367,7 +370,7 @@ def _take_last_files(
     return {"train": rest, "val": for_val}
 
 
-def _check_val_folders(root: Path) -> None:
+def _check_val_folders(root: AnyPath) -> None:
     """FileNotFoundError or ValueError unless exactly one folder beside root/train is for
     validation."""
     folders = val_folders(root)
@@ -384,7 +387,7 @@ def _check_val_folders(root: Path) -> None:
         )
 
 
-def _too_few(train: Mapping[str, Sequence[Path]]) -> str:
+def _too_few(train: Mapping[str, Sequence[AnyPath]]) -> str:
     """Why no file of the training data can validate."""
     files = next(iter(train.values()))
     other = next((file for file in files if text_suffix(file.name) != ".txt"), files[0])
@@ -396,7 +399,7 @@ def _too_few(train: Mapping[str, Sequence[Path]]) -> str:
     )
 
 
-def _val_files(data: DataPath, data_format: str) -> dict[str, list[Path]]:
+def _val_files(data: DataPath, data_format: str) -> dict[str, list[AnyPath]]:
     """{bucket: files} of a --val-path: files whose names say that they are for training or testing,
     beside files for validation, are not used."""
     splits = find_splits(data, data_format, by_bucket=True)
@@ -427,6 +430,21 @@ def files_of(manifests: Mapping[str, Manifest]) -> list[DataFile]:
     ]
 
 
+def _documents(files: Sequence[DataFile], before: str, after: str = "") -> str:
+    """How many documents the files have, between two texts; "" if that is not known."""
+    known = [file.documents for file in files if file.documents is not None]
+    if len(known) < len(files):
+        return ""
+    return f"{before}{counted(sum(known), 'document')}{after}"
+
+
+def _summary(files: Sequence[DataFile]) -> str:
+    """The names of a few files, or the number of many."""
+    if len(files) > 3:
+        return f"{len(files):,} files{_documents(files, ', ')}"
+    return ", ".join(file.name for file in files) + _documents(files, " (", ")")
+
+
 def describe_split(
     train: Sequence[DataFile],
     val: Sequence[DataFile],
@@ -445,31 +463,19 @@ def describe_split(
     `chosen`: whether the last file was taken by default, which suits shuffled shards but is a
     surprise in a folder of different files.
     """
-
-    def documents(files: Sequence[DataFile], before: str, after: str = "") -> str:
-        known = [file.documents for file in files if file.documents is not None]
-        return (
-            f"{before}{counted(sum(known), 'document')}{after}" if len(known) == len(files) else ""
-        )
-
-    def summary(files: Sequence[DataFile]) -> str:
-        if len(files) > 3:
-            return f"{len(files):,} files{documents(files, ', ')}"
-        return ", ".join(file.name for file in files) + documents(files, " (", ")")
-
     end = f"; {reads}" if reads else ""
     if shared:
         files = counted(len(train), "file")
         return [
-            f"validation: {shared:.3g} of each file ({files}){documents(val, ', ')}",
-            f"training: the rest{documents(train, ', ')}{end}",
+            f"validation: {shared:.3g} of each file ({files}){_documents(val, ', ')}",
+            f"training: the rest{_documents(train, ', ')}{end}",
         ]
     val_bytes = sum(file.num_bytes for file in val)
     all_bytes = val_bytes + sum(file.num_bytes for file in train)
     share = val_bytes / max(1, all_bytes)
     lines = [
-        f"validation: {summary(val)}, {share:.1%} of all bytes",
-        f"training: {summary(train)}{end}",
+        f"validation: {_summary(val)}, {share:.1%} of all bytes",
+        f"training: {_summary(train)}{end}",
     ]
     odd = _odd(train, val, share)
     if odd and chosen:
@@ -504,8 +510,8 @@ def _odd(train: Sequence[DataFile], val: Sequence[DataFile], share: float) -> li
 
 
 def pin_files(
-    data_path: Path | str,
-    val_path: Path | str | None = None,
+    data_path: AnyPath | str,
+    val_path: AnyPath | str | None = None,
     *,
     data_format: str = "text",
     mix: Curriculum | None = None,

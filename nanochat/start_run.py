@@ -30,6 +30,7 @@ import contextlib
 import dataclasses
 import logging
 import math
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -76,6 +77,7 @@ from nanochat.fork import (
     find_parent,
     first_checkpoint,
 )
+from nanochat.pins import DATA_MANIFEST, Manifests, bare, leave_out, read_manifests
 from nanochat.plan import rehearse
 from nanochat.run_dir import (
     CONFIG_NAME,
@@ -94,16 +96,7 @@ from nanochat.run_settings import build_model as build_model  # forks import it 
 from nanochat.run_settings import derive, device_memory, resolve
 from nanochat.run_settings import estimate_memory as estimate_memory
 from nanochat.schedule import Horizon
-from nanochat.sources import (
-    DATA_MANIFEST,
-    Manifests,
-    RunData,
-    check_files,
-    leave_out,
-    open_data,
-    read_manifests,
-    warn_of_arrivals,
-)
+from nanochat.sources import RunData, check_files, open_data, warn_of_arrivals
 from nanochat.steps import Progress
 from nanochat.stream import (
     open_stream,
@@ -223,7 +216,7 @@ def command(settings: Settings, world_size: int, device_type: str) -> tuple[Sett
     """(settings, tokenizer): the settings of a command line, completed with those that follow from
     this machine. ValueError and FileNotFoundError for settings that cannot work here."""
     begin_launch()
-    data_path = str(as_path(settings.data_path or default_data_path()).expanduser())
+    data_path = os.path.expanduser(as_path(settings.data_path or default_data_path()))
     tokenizer = find_tokenizer(settings, data_path)
     if settings.data_format == "text" or settings.core_metric_every > 0:
         tokenizer.encode("")  # an error now, not hours later, if the tokenizer knows only ids
@@ -453,11 +446,8 @@ def find_data(start: Start, tokenizer: Tokenizer, rank: int = 0) -> Run:
                 return order_of(settings).pin(settings)
             return files_of_fork(start.parent, settings)
         if settings.without_documents is not None and as_path(settings.without_documents).is_file():
-            bare = {
-                bucket: {k: v for k, v in manifest.items() if k != "without"}
-                for bucket, manifest in manifests["train"].items()
-            }
-            if leave_out(bare, settings.without_documents) != manifests["train"]:
+            listed = leave_out(bare(manifests["train"]), settings.without_documents)
+            if listed != manifests["train"]:
                 raise ValueError(
                     f"--without-documents={settings.without_documents}: the file has changed since "
                     f"this run began; restore it, or start a new run with --model-tag=NAME"

@@ -27,15 +27,15 @@ import math
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
-from pathlib import Path
-from typing import Any, NamedTuple
+from pathlib import Path, PurePath
+from typing import Any, BinaryIO, NamedTuple, TypedDict, cast
 
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from nanochat.cli import Decides, setting
-from nanochat.common import as_path, counted, get_base_dir, is_remote, parse_json
+from nanochat.common import AnyPath, Remote, as_path, counted, get_base_dir, parse_json
 
 log = logging.getLogger(__name__)
 
@@ -110,6 +110,24 @@ class Numbered(NamedTuple):
     text: str
 
 
+class Skipped(TypedDict, total=False):
+    """What was skipped in a file, as reports store it."""
+
+    count: int  # broken lines
+    lines: list[tuple[int, str]]  # the first of them: (number, problem)
+    short: int  # documents with too few characters
+    nulls: int  # in a column
+
+
+class Selected(TypedDict, total=False):
+    """The values of a `Selection` that are not defaults."""
+
+    text_field: str
+    min_chars: int
+    val_fraction: float
+    part: str
+
+
 @dataclass(frozen=True)
 class Selection(TextSettings):
     """Which documents of text files are read, and from which field. ValueError for impossible
@@ -134,19 +152,20 @@ class Selection(TextSettings):
         """The selection of the documents of a split, "train" or "val"."""
         return replace(self, part=split) if self.val_fraction else self
 
-    def named(self) -> dict[str, Any]:
+    def named(self) -> Selected:
         """The values that are not defaults, as manifests store them. `strict` is not stored,
         because it selects nothing."""
-        return {
-            f.name: getattr(self, f.name)
-            for f in fields(self)
-            if f.name != "strict" and getattr(self, f.name) != f.default
-        }
+        values: dict[str, Any] = {}
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if f.name != "strict" and value != f.default:
+                values[f.name] = value
+        return cast("Selected", values)
 
     def hashed(self) -> list[Any]:
         """The values of `named` for fingerprints: empty if all are defaults."""
         rest = self.named()
-        field = rest.pop("text_field", None)
+        field = rest.pop("text_field", "")
         return [*([field] if field else []), *([rest] if rest else [])]
 
     @property
@@ -154,9 +173,7 @@ class Selection(TextSettings):
         """Whether the selection may skip documents."""
         return self.min_chars > 0 or self.part != ""
 
-    def documents(
-        self, documents: Iterable[Numbered], skipped: dict[str, Any]
-    ) -> Iterator[Numbered]:
+    def documents(self, documents: Iterable[Numbered], skipped: Skipped) -> Iterator[Numbered]:
         """The selected documents among all `documents` of a file; skipped["short"] counts those
         with too few characters."""
         for number, (line, text) in enumerate(documents):
@@ -170,7 +187,7 @@ class Selection(TextSettings):
             else:
                 skipped["short"] += 1
 
-    def of_one_document(self, text: str, skipped: dict[str, Any]) -> Iterator[Numbered]:
+    def of_one_document(self, text: str, skipped: Skipped) -> Iterator[Numbered]:
         """The selected part of a file that is a single document, cut at the start of a line if one
         follows."""
         at = math.ceil(len(text) * (1 - self.val_fraction))
@@ -197,21 +214,21 @@ def prepared_dir() -> Path:
     return get_base_dir() / "prepared"
 
 
-def is_below_prepared(path: Path | str) -> bool:
+def is_below_prepared(path: AnyPath | str) -> bool:
     """Whether nanochat/prepare.py makes a file again if it is deleted."""
-    return not is_remote(path) and Path(path).is_relative_to(prepared_dir())
+    return PurePath(path).is_relative_to(prepared_dir())
 
 
 @contextlib.contextmanager
-def named_in_errors(path: Path | str, problem: str) -> Iterator[None]:
-    """Turn Arrow's error about a damaged file into a ValueError that names the file. Errors from
-    object storage are not changed: they name the object, and the file is not at fault."""
+def named_in_errors(path: AnyPath | str, problem: str) -> Iterator[None]:
+    """Turn Arrow's error about a damaged file into a ValueError that names the file. An error that
+    begins with the path is not changed: it is from object storage, and the file is not at fault."""
     try:
         yield
     # MemoryError and UnicodeDecodeError: a corrupt size, or name; the last two: Python's reader of
     # .gz
     except (pa.ArrowException, OSError, MemoryError, UnicodeDecodeError, EOFError, zlib.error) as e:
-        if is_remote(path) and str(e).startswith(str(path)):
+        if str(e).startswith(str(path)):
             raise
         if "requires too much memory" in str(e):
             raise ValueError(
@@ -227,7 +244,12 @@ def named_in_errors(path: Path | str, problem: str) -> Iterator[None]:
         raise ValueError(f"{path}: {problem} ({e}); {remedy}") from e
 
 
-def open_parquet(path: Path | str, field: str = TEXT_FIELD) -> pq.ParquetFile:
+def for_arrow(path: AnyPath) -> Path | BinaryIO:
+    """A file as Arrow reads it: a local file by its name, because then no read holds Python's lock."""
+    return path.open("rb") if isinstance(path, Remote) else path
+
+
+def open_parquet(path: AnyPath | str, field: str = TEXT_FIELD) -> pq.ParquetFile:
     """Open a parquet file and check that it has rows and a string column `field`; otherwise
     ValueError or FileNotFoundError names the file. The caller closes it."""
     path = as_path(path)
@@ -239,11 +261,7 @@ def open_parquet(path: Path | str, field: str = TEXT_FIELD) -> pq.ParquetFile:
     with named_in_errors(path, "truncated or not a parquet file"):
         # pre_buffer would hold the pages of a whole row group in memory, although a reader needs
         # one batch at a time
-        file = pq.ParquetFile(
-            path.open("rb") if is_remote(path) else path,
-            pre_buffer=False,
-            page_checksum_verification=True,
-        )
+        file = pq.ParquetFile(for_arrow(path), pre_buffer=False, page_checksum_verification=True)
     problem = misfit(file.schema_arrow, field)
     if not problem and not file.metadata.num_rows:
         problem = "the parquet file is empty (0 rows); delete it"
@@ -275,10 +293,10 @@ def misfit(schema: pa.Schema, field: str) -> str:
 
 def checked(
     column: pa.Array,
-    path: Path | str,
+    path: AnyPath | str,
     field: str,
     group: int,
-    skipped: dict[str, Any] | None = None,
+    skipped: Skipped | None = None,
 ) -> pa.Array:
     """A column of texts, after checks. ValueError for a null or a text that is too large,
     ArrowException for a text that is not UTF-8. With `skipped`, nulls stay in the column, and
@@ -317,7 +335,7 @@ class Footer(NamedTuple):
     origin: Origin | None
 
 
-def read_footer(path: Path, field: str = TEXT_FIELD) -> Footer:
+def read_footer(path: AnyPath, field: str = TEXT_FIELD) -> Footer:
     """The footer of a parquet file of text. Files prepared by nanochat record the number of bytes,
     and what they were made from, in their metadata. Raises the errors of `open_parquet`."""
     with open_parquet(path, field) as file:
@@ -358,7 +376,7 @@ def text_tokens(text_bytes: int, documents: int) -> int:
     return text_bytes // 4 + documents
 
 
-def is_blank(path: Path, field: str = TEXT_FIELD) -> bool:
+def is_blank(path: AnyPath, field: str = TEXT_FIELD) -> bool:
     """Whether all documents of a parquet file are empty, by the sizes and statistics in its footer.
     If these do not tell, the texts are read up to the first one that is not empty."""
     with open_parquet(path, field) as file:
@@ -383,11 +401,11 @@ def is_blank(path: Path, field: str = TEXT_FIELD) -> bool:
 def read_batches(
     file: pq.ParquetFile,
     group: int,
-    path: Path | str,
+    path: AnyPath | str,
     *,
     batch_size: int = 256,
     field: str = TEXT_FIELD,
-    skipped: dict[str, Any] | None = None,
+    skipped: Skipped | None = None,
 ) -> Iterator[pa.Array]:
     """The texts of a row group, `batch_size` documents at a time, after checks. ValueError names
     the file if pages are corrupt, or if a text is null (unless `skipped` counts nulls, see

@@ -11,8 +11,7 @@ import io
 import itertools
 import json
 import logging
-from collections.abc import Iterator, Mapping
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import pyarrow as pa
@@ -20,11 +19,11 @@ import pyarrow.parquet as pq
 from tqdm import tqdm
 
 from nanochat.common import (
+    AnyPath,
     as_path,
     counted,
     get_dist_info,
     hash_json,
-    is_remote,
     local_copy,
     read_json,
     write_json,
@@ -36,8 +35,10 @@ from nanochat.text import (
     TEXT_FIELD,
     Numbered,
     Selection,
+    Skipped,
     checked,
     flat,
+    for_arrow,
     misfit,
     named_in_errors,
     open_parquet,
@@ -58,29 +59,26 @@ LISTED_LINES = 100  # maximum number of broken lines per file that the report li
 
 
 def read_documents(
-    path: Path, selection: Selection = ALL, skipped: dict[str, Any] | None = None
+    path: AnyPath, selection: Selection = ALL, skipped: Skipped | None = None
 ) -> Iterator[str]:
     """The texts of `numbered_documents`."""
     return (document.text for document in numbered_documents(path, selection, skipped))
 
 
 def numbered_documents(
-    path: Path, selection: Selection = ALL, skipped: dict[str, Any] | None = None
+    path: AnyPath, selection: Selection = ALL, skipped: Skipped | None = None
 ) -> Iterator[Numbered]:
     """The selected documents of a text file of any kind. ValueError names the file and the problem.
 
     A broken line of jsonl (not UTF-8, not JSON, no text in it) is skipped, unless `selection` is
-    strict: one bad line is no reason to lose a whole file. `skipped` receives "count", the number
-    of broken lines; "lines", (number, problem) of the first ones; and "short", the number of short
-    documents. If a file is divided between training and validation, only the training part counts
-    its broken lines. A truncated compressed file is an error, because it has lost an unknown number
-    of documents. So are a line above the size limit and a .txt file that is not UTF-8.
-
-    A null in a column is skipped, too, unless `selection` is strict; skipped["nulls"], if any, is
-    their number.
+    strict: one bad line is no reason to lose a whole file. So is a null in a column. `skipped`
+    receives what was skipped, at the end of the file. If a file is divided between training and
+    validation, only the training part counts its broken lines. A truncated compressed file is an
+    error, because it has lost an unknown number of documents. So are a line above the size limit and
+    a .txt file that is not UTF-8.
     """
     skipped = {} if skipped is None else skipped
-    skipped.update(count=0, lines=[], short=0)
+    skipped.update({"count": 0, "lines": [], "short": 0})
     suffix = text_suffix(path.name)
     if suffix == ".txt":
         return selection.of_one_document(_read_txt(path), skipped)
@@ -93,17 +91,17 @@ def numbered_documents(
     return selection.documents(rows, skipped)
 
 
-def read_texts(path: Path | str, selection: Selection = ALL) -> Iterator[str]:
+def read_texts(path: AnyPath | str, selection: Selection = ALL) -> Iterator[str]:
     """The selected documents of a text file of any kind. Warns about what was skipped, at the end
     of the file, once per process."""
     path = local_copy(as_path(path))
-    skipped: dict[str, Any] = {}
+    skipped: Skipped = {}
     yield from read_documents(path, selection, skipped)
     for line in describe_skipped(path, selection, skipped):
         warn_once(line)
 
 
-def describe_skipped(path: Path, selection: Selection, skipped: Mapping[str, Any]) -> list[str]:
+def describe_skipped(path: AnyPath, selection: Selection, skipped: Skipped) -> list[str]:
     """A sentence each about the nulls, short documents and broken lines of a file that were
     skipped."""
     lines = []
@@ -128,7 +126,7 @@ def warn_once(line: str) -> None:
         log.warning("%s", line)
 
 
-def no_document(path: Path, selection: Selection, skipped: dict[str, Any]) -> ValueError:
+def no_document(path: AnyPath, selection: Selection, skipped: Skipped) -> ValueError:
     """The error for a file without any selected document."""
     why = "".join(f"; line {number}: {problem}" for number, problem in skipped["lines"][:1])
     part = ""
@@ -144,14 +142,14 @@ def no_document(path: Path, selection: Selection, skipped: dict[str, Any]) -> Va
 # ---- the kinds -----------------------------------------------------------------------------------
 
 
-def _read_parquet(path: Path, field: str, skipped: dict[str, Any] | None) -> Iterator[pa.Array]:
+def _read_parquet(path: AnyPath, field: str, skipped: Skipped | None) -> Iterator[pa.Array]:
     """The texts of a parquet file. `skipped`: see `nanochat.text.checked`."""
     with open_parquet(path, field) as file:
         for group in range(file.num_row_groups):
             yield from read_batches(file, group, path, field=field, skipped=skipped)
 
 
-def _read_arrow(path: Path, field: str, skipped: dict[str, Any] | None) -> Iterator[pa.Array]:
+def _read_arrow(path: AnyPath, field: str, skipped: Skipped | None) -> Iterator[pa.Array]:
     """The texts of a stream of Arrow record batches, as `datasets` saves it. `skipped`: see
     `nanochat.text.checked`."""
     with (
@@ -166,7 +164,7 @@ def _read_arrow(path: Path, field: str, skipped: dict[str, Any] | None) -> Itera
             yield from (checked(chunk, path, field, number, skipped) for chunk in column.chunks)
 
 
-def saved_files(folder: Path) -> set[str] | None:
+def saved_files(folder: AnyPath) -> set[str] | None:
     """The names of the .arrow files that a folder's state.json of Hugging Face's `datasets` lists:
     caches may lie beside them. None for a folder without a state.json, all of whose files are
     data."""
@@ -185,7 +183,7 @@ def saved_files(folder: Path) -> set[str] | None:
     return names
 
 
-def _read_txt(path: Path) -> str:
+def _read_txt(path: AnyPath) -> str:
     """The text of a .txt file."""
     with path.open("rb") as file:
         data = file.read(MAX_DOCUMENT_BYTES + 1)
@@ -201,7 +199,7 @@ def _read_txt(path: Path) -> str:
 
 
 @contextlib.contextmanager
-def _open_lines(path: Path) -> Iterator[Any]:
+def _open_lines(path: AnyPath) -> Iterator[Any]:
     """The bytes of a file of lines, which may be compressed, as a buffered binary file. ValueError
     names the file if it is truncated, corrupt, or compressed in a way that cannot be read."""
     suffix = path.suffix.lower()
@@ -221,7 +219,7 @@ def _open_lines(path: Path) -> Iterator[Any]:
         yield file
 
 
-def is_json_lines(path: Path) -> bool:
+def is_json_lines(path: AnyPath) -> bool:
     """Whether a .json file, which may be compressed, has one object per line, on at least two
     lines. True also for an empty file, and for one whose beginning cannot be read: reading it gives
     the reason."""
@@ -242,7 +240,7 @@ def is_json_lines(path: Path) -> bool:
     return is_object and second.lstrip().startswith(b"{")
 
 
-def _read_jsonl(path: Path, selection: Selection, skipped: dict[str, Any]) -> Iterator[Numbered]:
+def _read_jsonl(path: AnyPath, selection: Selection, skipped: Skipped) -> Iterator[Numbered]:
     """All documents of a .jsonl file, which may be compressed. `skipped` counts broken lines; with
     --strict, the first one is an error."""
     with _open_lines(path) as lines:
@@ -270,9 +268,8 @@ def _read_jsonl(path: Path, selection: Selection, skipped: dict[str, Any]) -> It
                     ) from None
                 if selection.part != "val":  # the training part of the file counts it
                     skipped["count"] += 1
-                    skipped["lines"] += (
-                        [(number, problem)] if len(skipped["lines"]) < LISTED_LINES else []
-                    )
+                    if len(skipped["lines"]) < LISTED_LINES:
+                        skipped["lines"].append((number, problem))
 
 
 def _document(line: bytes, field: str) -> str:
@@ -288,7 +285,7 @@ def _document(line: bytes, field: str) -> str:
     return value
 
 
-def is_empty_text(path: Path) -> bool:
+def is_empty_text(path: AnyPath) -> bool:
     """Whether a text file holds no document: no bytes, no rows, only nulls in its column `text`, or
     only blank lines. Only small files are opened. ValueError or OSError if it cannot be read."""
     suffix, size = text_suffix(path.name), path.stat().st_size
@@ -296,7 +293,7 @@ def is_empty_text(path: Path) -> bool:
         return size == 0
     with named_in_errors(path, "the file cannot be read"):
         if suffix == ".parquet":
-            rows = pq.read_metadata(path.open("rb") if is_remote(path) else path).num_rows
+            rows = pq.read_metadata(for_arrow(path)).num_rows
             return rows == 0 or count_nulls(path, TEXT_FIELD) == rows
         if suffix == ".arrow":
             with path.open("rb") as file:
@@ -308,7 +305,7 @@ def is_empty_text(path: Path) -> bool:
     return False
 
 
-def count_nulls(path: Path, field: str) -> int:
+def count_nulls(path: AnyPath, field: str) -> int:
     """The number of nulls in the text column of a parquet file. If its footer does not say it, the
     column is read once, under a progress bar, and the number is kept below the base directory."""
     if (number := read_footer(path, field).nulls) is not None:
@@ -318,7 +315,7 @@ def count_nulls(path: Path, field: str) -> int:
     key = [str(path.resolve()), stat.st_size, stat.st_mtime_ns, field]
     counted_before = prepared_dir() / "nulls" / f"{hash_json(key)}.json"
     if not counted_before.exists():
-        skipped: dict[str, Any] = {"nulls": 0}
+        skipped: Skipped = {"nulls": 0}
         columns = tqdm(
             _read_parquet(path, field, skipped),
             desc=f"counting nulls in {path.name}",

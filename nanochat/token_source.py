@@ -3,14 +3,14 @@ The source of token files: pairs of .bin and .idx, in either format (nanochat/to
 """
 
 import functools
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from nanochat.common import hash_json
+from nanochat.common import AnyPath, hash_json
+from nanochat.pins import Manifest, Pin
 from nanochat.rows import Document
-from nanochat.sources import Manifest, Source
+from nanochat.sources import Source
 from nanochat.tokenizer import Tokenizer
 from nanochat.tokens import GROUP_ENTRIES, TokenFile, open_tokens
 
@@ -56,7 +56,7 @@ class TokenSource(Source):
         self._first_group = np.array([0, len(self.groups)])
         self.fingerprint = hash_json([self.fingerprint, first, end])
 
-    def _check_tokenizer(self, folder: Path, of_folder: dict[str, Any] | None) -> None:
+    def _check_tokenizer(self, folder: AnyPath, of_folder: dict[str, Any] | None) -> None:
         """ValueError if the manifest.json of a folder says that another tokenizer made its files."""
         if of_folder is None:
             return
@@ -69,11 +69,11 @@ class TokenSource(Source):
             )
 
     @staticmethod
-    def scan_file(path: Path, name: str, text_field: str) -> dict[str, Any]:
+    def scan_file(path: AnyPath, name: str, text_field: str) -> Pin:
         return open_tokens(path).pin(name)
 
     @staticmethod
-    def is_empty(path: Path) -> bool:
+    def is_empty(path: AnyPath) -> bool:
         """See `Source.is_empty`.
 
         A pair whose files contradict each other is not empty: opening it gives the reason.

@@ -43,6 +43,7 @@ import tiktoken
 
 from nanochat.cli import Decides, setting
 from nanochat.common import (
+    AnyPath,
     as_path,
     check_shape,
     each,
@@ -395,7 +396,9 @@ class Tokenizer(metaclass=_Opens):
         raise NotImplementedError
 
     @staticmethod
-    def from_directory(tokenizer_dir: Path | str, *, data_path: Path | str | None = None) -> Any:
+    def from_directory(
+        tokenizer_dir: AnyPath | str, *, data_path: AnyPath | str | None = None
+    ) -> Any:
         """Load a saved tokenizer of any kind and check its fingerprint.
 
         Raises FileNotFoundError if the folder holds no tokenizer; the message has the command that
@@ -618,7 +621,7 @@ def _parse(
     return make_encoding(ranks, pattern, dict(special_tokens))
 
 
-def read_description(tokenizer_dir: Path | str) -> dict[str, Any] | None:
+def read_description(tokenizer_dir: AnyPath | str) -> dict[str, Any] | None:
     """The content of tokenizer.json, None if the file does not exist.
 
     ValueError if it is damaged or not in our format. The file beside it is not checked.
@@ -632,7 +635,7 @@ def read_description(tokenizer_dir: Path | str) -> dict[str, Any] | None:
             f"{path}: expected a {FORMAT} of version {VERSION}, got {saved['format']} "
             f"{saved['version']}; {RESTORE}"
         )
-    check_shape(saved, FOREIGN if "kind" in saved else OURS, path, ending=f"; {RESTORE}")
+    check_shape(saved, FOREIGN if "kind" in saved else OURS, str(path), ending=f"; {RESTORE}")
     return saved
 
 
@@ -667,7 +670,7 @@ def add_tokenizer_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--eod-token", metavar="TOKEN", help=EOD_HELP)
 
 
-def is_ours(folder: Path) -> bool:
+def is_ours(folder: AnyPath) -> bool:
     """Whether a folder holds files that `Tokenizer.save` wrote, even if they are damaged."""
     if (folder / RANK_FILE).is_file():
         return True
@@ -679,10 +682,10 @@ def is_ours(folder: Path) -> bool:
 
 
 def get_tokenizer(
-    name: Path | str | None = None,
+    name: AnyPath | str | None = None,
     *,
     eod_token: str | None = None,
-    data_path: Path | str | None = None,
+    data_path: AnyPath | str | None = None,
 ) -> Tokenizer:
     """The tokenizer that --tokenizer names; by default the one that scripts.tok_train writes.
 

@@ -51,15 +51,16 @@ import numpy as np
 import pyarrow as pa
 
 from nanochat.common import (
+    AnyPath,
+    Remote,
     as_path,
     check_shape,
-    etag_of,
     hash_bytes,
-    is_remote,
     local_copy,
     read_json,
 )
 from nanochat.files import MAGICS
+from nanochat.pins import Pin
 from nanochat.text import text_tokens
 
 log = logging.getLogger(__name__)
@@ -79,7 +80,7 @@ CHECKED_ROWS = 1 << 20  # rows of an index that are checked at once
 VERIFY = f"list such places with python -m scripts.verify PATH; then {REDO}"
 
 
-def pair_paths(prefix: Path | str) -> tuple[Path, Path]:
+def pair_paths(prefix: AnyPath | str) -> tuple[AnyPath, AnyPath]:
     """(.bin, .idx) of a path without extension. The path may contain dots."""
     prefix = as_path(prefix)
     return prefix.with_name(f"{prefix.name}.bin"), prefix.with_name(f"{prefix.name}.idx")
@@ -134,7 +135,7 @@ class Flat(NamedTuple):
     edges: np.ndarray  # (n + 1,) int64: entry k of them is ids[edges[k]:edges[k + 1]]
 
 
-def _size(path: Path) -> int:
+def _size(path: AnyPath) -> int:
     """The bytes of one file of a pair."""
     try:
         return path.stat().st_size
@@ -153,7 +154,7 @@ def _size(path: Path) -> int:
 
 
 @functools.cache
-def _warn_of_rest(path: Path, num_bytes: int, end: int) -> None:
+def _warn_of_rest(path: AnyPath, num_bytes: int, end: int) -> None:
     """Warn, once per process, that a .bin is longer than its index says."""
     log.warning(
         "%s: %d bytes on disk, but the sequences of its .idx end at byte %d, so the rest is not read; if the "
@@ -175,7 +176,7 @@ class TokenFile:
 
     def __init__(
         self,
-        path: Path | str,
+        path: AnyPath | str,
         *,
         vocab_size: int | None = None,
         open_local: Callable[[Path, np.dtype], Reader] = MappedReader,
@@ -190,8 +191,8 @@ class TokenFile:
         self.tables: dict[str, Table] = {}
         self._read_header()
         self.reader: Reader
-        if is_remote(self.path):
-            self.reader = self.path.open_reader(self.dtype)  # type: ignore[attr-defined]
+        if isinstance(self.path, Remote):
+            self.reader = self.path.open_reader(self.dtype)
         else:
             self.reader = open_local(self.path, self.dtype)
         self.num_tokens = self.num_bytes // self.dtype.itemsize
@@ -494,13 +495,12 @@ class TokenFile:
                 f"numbers that add up to {len(self):,}; {REDO}"
             )
 
-    def pin(self, name: str) -> dict[str, Any]:
+    def pin(self, name: str) -> Pin:
         """What a run stores to pin the pair.
 
-        {"name", "size" of the .bin, "footer", "groups", "tokens", and "blocks", or for a remote
-        pair the "etag" of the .bin}. `footer` hashes size, header and both ends of the .idx,
-        `blocks` a few blocks of the .bin. ValueError if the pair differs from its record in
-        manifest.json.
+        "size" is that of the .bin. "footer" hashes size, header and both ends of the .idx, and
+        "blocks" a few blocks of the .bin; a remote pair has the "etag" of the .bin instead.
+        ValueError if the pair differs from its record in manifest.json.
         """
         record = self.record or {}
         groups = record_groups(self.record, len(self))
@@ -515,31 +515,31 @@ class TokenFile:
         parts = self._index.read_many([header, beginning, end])
         footer = hash_bytes(stop.to_bytes(8, "little"), *(part.tobytes() for part in parts))
 
-        # the ids: a few blocks, spread evenly over the .bin
-        if is_remote(self.path):
-            contents = etag_of(self.path)
-        else:
-            size = BLOCK_BYTES // self.dtype.itemsize
-            begins = np.linspace(0, max(0, self.num_tokens - size), BLOCKS).astype(int).tolist()
-            ranges = [(begin, min(begin + size, self.num_tokens)) for begin in begins]
-            blocks = self.reader.read_many(ranges)
-            contents = {"blocks": hash_bytes(*(block.tobytes() for block in blocks))}
-
         # the estimate used for text, so that text and its token files give equal rows
         tokens = self.num_tokens
         if "text_bytes" in record:
             tokens = text_tokens(record["text_bytes"], len(self))
-        return {
+        pin: Pin = {
             "name": name,
             "size": self.num_bytes,
             "footer": footer,
             "groups": groups,
             "tokens": tokens,
-            **contents,
         }
 
+        # the ids: a few blocks, spread evenly over the .bin
+        if isinstance(self.path, Remote):
+            pin["etag"] = self.path.etag()
+        else:
+            size = BLOCK_BYTES // self.dtype.itemsize
+            begins = np.linspace(0, max(0, self.num_tokens - size), BLOCKS).astype(int).tolist()
+            ranges = [(begin, min(begin + size, self.num_tokens)) for begin in begins]
+            blocks = self.reader.read_many(ranges)
+            pin["blocks"] = hash_bytes(*(block.tobytes() for block in blocks))
+        return pin
 
-def open_tokens(path: Path | str, *, vocab_size: int | None = None) -> TokenFile:
+
+def open_tokens(path: AnyPath | str, *, vocab_size: int | None = None) -> TokenFile:
     """Open a pair, given by either file.
 
     FileNotFoundError or ValueError names a file that is missing, truncated, in an unknown format or
@@ -611,7 +611,7 @@ def new_manifest(
     }
 
 
-def read_manifest(folder: Path | str) -> dict[str, Any] | None:
+def read_manifest(folder: AnyPath | str) -> dict[str, Any] | None:
     """The manifest of a folder of pairs, or None.
 
     Do not change it: it is shared. ValueError if it is corrupt or has an unknown format.
@@ -626,7 +626,7 @@ def read_manifest(folder: Path | str) -> dict[str, Any] | None:
 
 
 @functools.lru_cache(maxsize=64)
-def _read_manifest(path: Path, copy: Path, mtime_ns: int, size: int) -> dict[str, Any]:
+def _read_manifest(path: AnyPath, copy: Path, mtime_ns: int, size: int) -> dict[str, Any]:
     manifest = read_json(copy, MANIFEST_SHAPE, remedy=REDO)
     kind = manifest["format"], manifest["version"]
     if kind != (MANIFEST_FORMAT, MANIFEST_VERSION):

@@ -35,7 +35,8 @@ from nanochat.engine import Engine, load_model
 from nanochat.gpt import GPT
 from nanochat.loss_eval import evaluate_bpb, evaluate_buckets, in_nats
 from nanochat.order import StreamConfig
-from nanochat.sources import DATA_MANIFEST, RunData, Source, open_data, read_manifests
+from nanochat.pins import DATA_MANIFEST, read_manifests
+from nanochat.sources import RunData, Source, open_data
 from nanochat.start_run import open_run
 from nanochat.stream import OpensStream
 from nanochat.tokenizer import Tokenizer

@@ -20,14 +20,19 @@ Logs, cursors and checkpoints are nested dicts and lists, and one function compa
 value. Step k of a log is the step taken after k others; checkpoint k is saved after k steps. For
 two different experiments, a table shows loss and bits per byte at the same numbers of tokens.
 
+For a fork and its parent, or any two runs with a common ancestor, the steps of their ancestors count,
+too, from where the histories part. The command says whether the first difference is the one that the
+changed settings must make (nanochat/run_history.py).
+
 **Equal** means equal bits; for everything else the size of the difference is printed. The exit code
 is 0 if everything that both runs have is equal, else 1, also if equal rows come from different
 files (text and shards).
 """
 
+import itertools
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -48,7 +53,16 @@ from nanochat.common import counted, show, table
 from nanochat.config import current
 from nanochat.dist import VERSIONS
 from nanochat.run_dir import find_run, is_step, read_cursors
-from nanochat.run_reader import RunReader, differing_settings, flat_numbers
+from nanochat.run_history import (
+    Effect,
+    Parting,
+    Stage,
+    Stretch,
+    effects_of,
+    find_parting,
+    history_of,
+)
+from nanochat.run_reader import RunReader, changes_text, differing_settings, flat_numbers
 
 DATA = {"digest": "digests", "tokens": "token counts", "cursors": "cursors"}
 SERIES = {
@@ -260,6 +274,7 @@ class Part:
     name: str
     compared: int
     gaps: list[Gap]
+    first: int | None = None  # the first step that differs; of a checkpoint, in its weights
 
     def text(self) -> str:
         """One line to print."""
@@ -278,16 +293,19 @@ def compare_series(name: str, a: Side, b: Side) -> Part | None:
     if not common:
         return None
     gaps: list[Gap] = []
+    differing = []
     for step in common:
         where = f"step {step}"
-        of_step = compare_states({where: ours[step]}, {where: theirs[step]})
-        gaps += sorted(of_step, key=of_files)[:1]
+        of_step = sorted(compare_states({where: ours[step]}, {where: theirs[step]}), key=of_files)
+        gaps += of_step[:1]
+        if of_step:
+            differing.append(step)
     group, _, bucket = name.partition("/")
     words = SERIES[group]
     if bucket:
         words += f" of {bucket}"
     kind = "data" if name in DATA else "steps"
-    return Part(kind, words, len(common), gaps)
+    return Part(kind, words, len(common), gaps, first=min(differing, default=None))
 
 
 def compare_checkpoints(name: str, first: Path, second: Path, notes: list[str]) -> Part | None:
@@ -296,7 +314,8 @@ def compare_checkpoints(name: str, first: Path, second: Path, notes: list[str]) 
     None if one of them is corrupt, or was just deleted by an active run.
     """
     try:
-        one = contents(load_checkpoint(first))
+        checkpoint = load_checkpoint(first)
+        one = contents(checkpoint)
         other = contents(load_checkpoint(second))
     except (OSError, ValueError) as e:
         notes.append(f"skipped: {e}")
@@ -310,7 +329,9 @@ def compare_checkpoints(name: str, first: Path, second: Path, notes: list[str]) 
     gaps = list(compare_states(one, other))
     num_leaves = len(list(leaves(one)))
     compared = max(num_leaves, len(gaps))
-    return Part("checkpoint", name, compared, gaps)
+    weights_differ = any(gap.where.startswith("model.") for gap in gaps)
+    step = checkpoint.step if weights_differ else None
+    return Part("checkpoint", name, compared, gaps, first=step)
 
 
 def compare(a: Side, b: Side, notes: list[str]) -> list[Part]:
@@ -384,6 +405,141 @@ def first_differing_digest(a: Side, b: Side) -> int | None:
     return None
 
 
+# ---- two histories ------------------------------------------------------------------------------
+
+
+class Sign(NamedTuple):
+    """The first difference of two histories."""
+
+    step: int
+    stage: Stage
+    text: str
+
+
+def with_ancestors(
+    side: Side, history: Sequence[Stretch], parting: Parting, notes: list[str]
+) -> Side:
+    """A side that also has the steps and checkpoints of its ancestors from the parting on."""
+    log = {name: dict(values) for name, values in side.log.items()}
+    saved = dict(side.saved)
+    for ancestor, child in itertools.pairwise(history):
+        if ancestor.run is None or child.first <= parting.step:
+            continue
+        begin = max(parting.step, ancestor.first)
+        stretch = range(begin, child.first)
+        for name, values in read_series(ancestor.run, notes).items():
+            of_name = log.setdefault(name, {})
+            of_name |= {step: value for step, value in values.items() if step in stretch}
+        for step, path in saved_steps(ancestor.run.run_dir, notes).items():
+            if step in stretch:
+                saved[step] = path
+    return replace(side, log=log, saved=dict(sorted(saved.items())))
+
+
+def first_sign(parts: Sequence[Part]) -> Sign | None:
+    """The first difference in rows, losses, gradient norms or weights."""
+    signs = []
+    for part in parts:
+        step = part.first
+        if step is None:
+            continue
+        if part.kind == "checkpoint":
+            signs.append(Sign(step - 1, Stage.UPDATE, f"the weights after {step:,} steps"))
+        elif part.name == SERIES["digest"]:
+            signs.append(Sign(step, Stage.ROWS, f"the digest of step {step:,}"))
+        elif part.name == SERIES["loss"]:
+            signs.append(Sign(step, Stage.LOSS, f"the loss of step {step:,}"))
+        elif part.name == SERIES["grad_norm"]:
+            signs.append(Sign(step, Stage.GRADIENT, f"the gradient norm of step {step:,}"))
+    return min(signs, default=None)
+
+
+def effect_text(effect: Effect) -> str:
+    """Where a change acts, in words."""
+    verb = "act" if len(effect.names) > 1 else "acts"
+    names = f"{' and '.join(effect.names)} {verb}"
+    step = effect.step
+    if effect.stage is Stage.ROWS:
+        text = f"{names} on the rows of step {step:,}"
+        return text + " at the earliest" * effect.may_be_later
+    if effect.stage is Stage.UPDATE:
+        return f"{names} on the update of step {step:,}, so on the loss of step {step + 1:,}"
+    return f"{names} within step {step:,}" + " at the earliest" * effect.may_be_later
+
+
+def merged(effects: Sequence[Effect]) -> Effect:
+    """The first effect, with the names of all that are in the same place."""
+    first = effects[0]
+    names: list[str] = []
+    for effect in effects:
+        if effect[:2] == first[:2]:
+            names += effect.names
+    return first._replace(names=names)
+
+
+def latest_sign(effects: Sequence[Effect]) -> tuple[float, int]:
+    """(step, stage) at which a difference must have appeared."""
+    latest: list[tuple[float, int]] = [(math.inf, 0)]
+    for effect in effects:
+        if effect.stage is Stage.ROWS:
+            at: tuple[float, int] = (effect.step, Stage.ROWS)
+        else:
+            at = (effect.step + 1, Stage.LOSS)
+        if not effect.may_be_later:
+            latest.append(at)
+    return min(latest)
+
+
+def verdict(parts: Sequence[Part], parting: Parting, last: int) -> str:
+    """Whether two histories part where their changes must act. `last`: the last step of both."""
+    sign = first_sign(parts)
+    effects = effects_of(parting, last)
+    if not effects:
+        if sign is None:
+            return "as expected: they do the same, and no digest, loss or weight differs"
+        return f"unexpected: no change should act by then, but {sign.text} differs"
+    change = effect_text(merged(effects))
+    latest = latest_sign(effects)
+    if sign is None:
+        if latest[0] > last:
+            return f"as expected: nothing differs yet: {change}, and both have steps up to {last:,}"
+        return f"unexpected: {change}, but no digest, loss or weight differs"
+    at = (sign.step, sign.stage)
+    if at < effects[0][:2]:
+        return f"unexpected: {sign.text} differs, but {change}, which is later"
+    if at > latest:
+        return f"unexpected: {change}, but they are equal until {sign.text}"
+    return f"as expected: {sign.text} is the first difference: {change}"
+
+
+def history_text(rest: Sequence[Stretch], common: Stretch) -> str:
+    """What followed the common part of two histories."""
+    if not rest:
+        return f"{common.name} itself"
+    words = []
+    for stretch in rest:
+        changes = changes_text(stretch.changes)
+        words.append(f"{stretch.name} forks at step {stretch.first:,} ({changes})")
+    return ", then ".join(words)
+
+
+def parting_lines(parts: Sequence[Part], parting: Parting, a: Side, b: Side) -> list[str]:
+    """Where two histories part, and whether the changes of the forks explain it."""
+    common = parting.common
+    gone = " (no longer exists)" if common.run is None else ""
+    both = a.log.get("digest", {}).keys() & b.log.get("digest", {}).keys()
+    last = max(both, default=parting.step - 1)
+    return [
+        f"common history: {common.name}{gone}, until step {parting.step:,}",
+        f"a: {history_text(parting.a, common)}",
+        f"b: {history_text(parting.b, common)}",
+        verdict(parts, parting, last),
+    ]
+
+
+# ---- documents that one run leaves out ----------------------------------------------------------
+
+
 def is_listed(place: Mapping[str, Any], listed: Mapping[str, Collection[int] | None]) -> bool:
     """Whether a run leaves out the document at a place.
 
@@ -404,7 +560,8 @@ def explain_left_out(a: Side, b: Side) -> str:
     if a.run is None or b.run is None or step is None:
         return ""
     listed_a, listed_b = a.run.listed(), b.run.listed()
-    if listed_a == listed_b:
+    is_of_ancestor = a.run.fork is not None and step < a.run.fork.step
+    if listed_a == listed_b or is_of_ancestor:
         return ""
     from scripts.inspect_data import open_stream_of, places_in
 
@@ -548,11 +705,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     notes: list[str] = []
     a = open_side(args.a, notes)
     b = open_side(args.b, notes)
+    parting = None
+    if a.run is not None and b.run is not None:
+        histories = history_of(a.run), history_of(b.run)
+        parting = find_parting(*histories)
+        if parting is not None:
+            a = with_ancestors(a, histories[0], parting, notes)
+            b = with_ancestors(b, histories[1], parting, notes)
     parts = compare(a, b, notes)
     equal, summary = summarize(parts, notes)
     print(summary, "", f"a = {a.about}", f"b = {b.about}", sep="\n")
     for note in notes:
         print(f"note: {note}")
+    if parting is not None:
+        print("", *parting_lines(parts, parting, a, b), sep="\n")
     print_settings(a, b)
     if not equal:
         print_versions(a, b, parts)

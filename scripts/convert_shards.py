@@ -302,8 +302,8 @@ def write_manifest(folder: Path, target: Path, names: Sequence[str], to: str) ->
         record["entries"] = len(pair)
         record["tokens"] = pair.num_tokens
         record["bin_bytes"] = pair.num_bytes
-        record["bin_hash"] = hash_file(pair.path)
-        record["idx_hash"] = hash_file(pair.idx_path)
+        record["bin_hash"] = hash_file(target / f"{name}.bin")
+        record["idx_hash"] = hash_file(target / f"{name}.idx")
         shards[name] = record
     arguments = {**manifest["arguments"], "max_length": 0, "overlap_size": 0}
     new = new_manifest(manifest["tokenizer"], arguments, shards, data_format=TARGETS[to])
@@ -360,7 +360,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     path = as_local_path(args.input, "IN")
     plain = plain_files(path)
     out = as_local_path(args.output, "OUT")
-    folder = data_at(path).folder
+    folder = as_local_path(data_at(path).folder, "IN")
     check_apart(folder, out)
     target_format = TARGETS[args.to]
     if plain:
@@ -370,7 +370,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         return 0
     [source_format] = {*TARGETS.values()} - {target_format}
-    files = find_files(args.input, source_format)
+    files = [Path(file) for file in find_files(args.input, source_format)]
     check_format(folder, files, source_format)
     num_empty = convert_pairs(files, folder, out, to=args.to, eod=args.eod)
     line = f"{out}: {len(files):,} pairs of --data-format {target_format}"

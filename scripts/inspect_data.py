@@ -44,11 +44,12 @@ from nanochat.config import Settings, add_flags, flag, from_flags
 from nanochat.dataloader import StepLayout
 from nanochat.find import DocumentPlace, History, Pass, documents_with, find_document, sample_passes
 from nanochat.order import StreamConfig
+from nanochat.pins import is_prepared
 from nanochat.rows import Row
 from nanochat.run_dir import find_run, finite, is_run_dir
 from nanochat.run_order import stream_config
 from nanochat.run_reader import RunReader, ledger_table, unbalanced
-from nanochat.sources import RunData, is_prepared
+from nanochat.sources import Place, RunData, Source
 from nanochat.spikes import ENOUGH, NORMAL, WINDOW
 from nanochat.start_run import command, find_data, inspect_run, open_run
 from nanochat.stream import AnyStream, Cursor, Stream, ledger, open_stream
@@ -78,13 +79,14 @@ WORDS = 60  # characters shown from the beginning of a document
 @dataclass(frozen=True)
 class Opened:
     """The stream of a run, of a receipt or of flags; for the last two, `run` has no directory.
-    `begin`: the cursors of step 0, unless the run starts at the beginning of the data."""
+    `begin`: the cursors of the first step, unless the run starts at the beginning of the data."""
 
     run: RunReader
     data: RunData
     config: Any
     rows_per_step: int
     begin: list[Cursor] | None = None
+    first_step: int = 0  # of the run; a fork has those before it in its parent
 
     @property
     def rows_per_lane(self) -> int:
@@ -101,8 +103,13 @@ class Opened:
         """The stream of all lanes after `step` steps. A ValueError, even one raised while the
         caller reads, names the saved cursors that packing began with, because they may be
         damaged."""
+        if step < self.first_step:
+            raise ValueError(
+                f"step {step}: this run is a fork, and begins with step {self.first_step}; ask the run that "
+                f"it continues"
+            )
         saved = self.run.nearest_cursors(step)
-        done, cursors = saved or (0, self.begin)
+        done, cursors = saved or (self.first_step, self.begin)
         lanes = range(self.config.V)
         fingerprint = self.data.tokenizer.fingerprint
         try:
@@ -184,7 +191,9 @@ def open_stream_of(run_dir: Path) -> Opened:
     """The stream of a run. ValueError or FileNotFoundError if its data has changed or is
     missing."""
     data, config, settings = open_run(run_dir)
-    return Opened(RunReader(run_dir), data, config, settings.total_batch_size // config.T)
+    run = RunReader(run_dir)
+    rows_per_step = settings.total_batch_size // config.T
+    return Opened(run, data, config, rows_per_step, first_step=run.first_step)
 
 
 def warn_untrained(opened: Opened, last: int) -> None:
@@ -557,13 +566,14 @@ def tracer(opened: Opened) -> Callable[[DocumentPlace], Iterator[Pass]]:
     data = opened.data
     fingerprint = data.tokenizer.fingerprint
     trained = run.num_steps
+    first = opened.first_step
 
     @lru_cache(32)
     def nearest(step: int) -> tuple[int, list[Cursor] | None]:
-        return run.nearest_cursors(step) or (0, None)
+        return run.nearest_cursors(max(step, first)) or (first, None)
 
     if isinstance(config, StreamConfig):
-        saved_steps = sorted({0, *run.cursor_files})
+        saved_steps = sorted({first, *run.cursor_files})
         end = max(trained, run.horizon or 0)
         history = History(
             config,
@@ -577,10 +587,14 @@ def tracer(opened: Opened) -> Callable[[DocumentPlace], Iterator[Pass]]:
         )
         return history.passes
     stream: Any = open_stream(config, data.train, [0], tokenizer=fingerprint)
-    _, cursors = nearest(0)
-    begin = cursors[0]["samples"] if cursors else 0
+    _, cursors = nearest(first)
     return partial(
-        sample_passes, stream, rows_per_step=opened.rows_per_step, begin=begin, trained=trained
+        sample_passes,
+        stream,
+        rows_per_step=opened.rows_per_step,
+        first_step=first,
+        begin=cursors[0]["samples"] if cursors else 0,
+        trained=trained,
     )
 
 
@@ -610,16 +624,18 @@ def fate(opened: Opened, one_pass: Pass) -> str:
         return f"cropped from token {one_pass.cropped_after:,} on"
     if one_pass.uses:
         return ""
-    return "before this run began" if 0 in run.cursor_files else "in no row"
+    begins_later = opened.first_step > 0 or 0 in run.cursor_files
+    return "before this run began" if begins_later else "in no row"
 
 
 def remark(opened: Opened, traced: Traced, left_out: bool) -> str:
     """Why a run does not learn from a document; empty if it does, or if the passes give the
     reason."""
     if traced.split != "train":
-        bucket = opened.data.manifests["train"].get(traced.document.bucket, {})
+        bucket = opened.data.manifests["train"].get(traced.document.bucket)
+        files = bucket["files"] if bucket else []
         own_file, _, _ = traced.document.name.rpartition(":")
-        is_shared = any(file["name"] == own_file for file in bucket.get("files", ()))
+        is_shared = any(file["name"] == own_file for file in files)
         what = (
             "a part of this file that is held out for validation"
             if is_shared
@@ -696,6 +712,52 @@ def recorded_losses(run: RunReader, step: int) -> list[float | None] | None:
         return None
 
 
+class Content(NamedTuple):
+    """What a document holds."""
+
+    ids: np.ndarray
+    words: str  # the first ones
+    origin: Place | None  # where it is in the user's own files, if it was prepared
+
+
+def content_of(opened: Opened, source: Source, document: DocumentPlace) -> Content:
+    """What a document holds; nothing for one that is only counted."""
+    if document.group < 0:
+        return Content(np.zeros(0, np.int64), "", None)
+    [content] = source.read(document.group, np.array([document.row]))
+    ids = content.ids[:]
+    origin = source.origin_of(document.group, document.row)
+    return Content(ids, first_words(opened, ids), origin)
+
+
+def passes_of(
+    opened: Opened,
+    traced: Traced,
+    ids: np.ndarray,
+    losses_of: Callable[[int], list[float | None] | None],
+    text: str | None,
+) -> list[dict[str, Any]]:
+    """A document's passes, as --json prints them: in each epoch, the rows with its tokens, and what
+    became of the others. `text`: the one that --text asks for."""
+    passes = []
+    for one_pass in traced.passes:
+        uses = []
+        for use in one_pass.uses:
+            losses = losses_of(use.step)
+            line = use._asdict()
+            line["loss"] = losses[use.row] if losses else None
+            if text:  # a row may hold another part of the document
+                part = opened.data.tokenizer.decode(ids[use.start : use.stop].tolist())
+                line["has_text"] = text in part
+            uses.append(line)
+        of_epoch = asdict(one_pass)
+        of_epoch["uses"] = uses
+        of_epoch["cropped_after"] = one_pass.cropped_after
+        of_epoch["fate"] = fate(opened, one_pass)
+        passes.append(of_epoch)
+    return passes
+
+
 def show_find(opened: Opened, args: argparse.Namespace) -> int:
     """Print every training row with tokens of a document, epoch by epoch."""
     losses_of = lru_cache(None)(partial(recorded_losses, opened.run))
@@ -705,31 +767,8 @@ def show_find(opened: Opened, args: argparse.Namespace) -> int:
         source = (opened.data.train if split == "train" else opened.data.val)[document.bucket]
         listed = source.without.get(document.group)
         left_out = listed is not None and bool(listed[document.row])
-        ids, words = np.zeros(0, np.int64), ""
-        origin = None
-        if document.group >= 0:
-            origin = source.origin_of(document.group, document.row)
-            [content] = source.read(document.group, np.array([document.row]))
-            ids = content.ids[:]
-            words = first_words(opened, ids)
-
-        passes = []
-        for one_pass in traced.passes:
-            uses = []
-            for use in one_pass.uses:
-                losses = losses_of(use.step)
-                line = use._asdict()
-                line["loss"] = losses[use.row] if losses else None
-                if args.text:  # a row may hold another part of the document
-                    part = opened.data.tokenizer.decode(ids[use.start : use.stop].tolist())
-                    line["has_text"] = args.text in part
-                uses.append(line)
-            of_epoch = asdict(one_pass)
-            of_epoch["uses"] = uses
-            of_epoch["cropped_after"] = one_pass.cropped_after
-            of_epoch["fate"] = fate(opened, one_pass)
-            passes.append(of_epoch)
-
+        ids, words, origin = content_of(opened, source, document)
+        passes = passes_of(opened, traced, ids, losses_of, args.text)
         if args.json:
             head = {
                 "document": document.name,
@@ -805,36 +844,62 @@ def span(text: str) -> range:
     return range(int(first), int(stop))
 
 
-def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = Parser(description=__doc__)
-    commands = parser.add_subparsers(
-        required=True, dest="command", metavar="rows|digest|spikes|find|ledger"
+def add_rows_flags(parser: Parser) -> None:
+    """The flags of `rows`."""
+    parser.add_argument("--step", type=whole(0), required=True, help="the step, counted from 0")
+    parser.add_argument(
+        "--row", type=whole(0), help="show only this row of the step, counted from 0"
     )
-    rows = commands.add_parser("rows", help="show the documents in each row of a step")
-    rows.add_argument("--step", type=whole(0), required=True, help="the step, counted from 0")
-    rows.add_argument("--row", type=whole(0), help="show only this row of the step, counted from 0")
-    rows.add_argument(
+    parser.add_argument(
         "--text",
         action="store_true",
         help="show the text of the documents: all of it with --row or "
         "--json, else the first line of each",
     )
-    rows.add_argument(
+    parser.add_argument(
         "--sort", choices=["loss"], help="sort rows by their mean loss, highest first"
     )
-    digest = commands.add_parser(
-        "digest", help="print the batch digest of each step as a JSON line"
-    )
-    digest.add_argument(
+
+
+def add_digest_flags(parser: Parser) -> None:
+    """The flags of `digest`."""
+    parser.add_argument(
         "--steps", type=span, required=True, metavar="A:B", help="steps A to B - 1, counted from 0"
     )
-    digest.add_argument(
+    parser.add_argument(
         "--world-size",
         dest="ranks",
         type=whole(1),
         metavar="W",
         help="also print the part of each rank, for W ranks",
     )
+
+
+def add_find_flags(parser: Parser) -> None:
+    """The flags of `find`, which name a document."""
+    named = parser.add_mutually_exclusive_group(required=True)
+    named.add_argument(
+        "--document",
+        metavar="FILE:DOC",
+        help="a file and a document of it, as in the columns that `rows` prints; DOC counts from 0",
+    )
+    named.add_argument(
+        "--text",
+        help=f"find up to {DOCUMENTS} documents that contain this text, those trained on first",
+    )
+
+
+def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = Parser(description=__doc__)
+    commands = parser.add_subparsers(
+        required=True, dest="command", metavar="rows|digest|spikes|find|ledger"
+    )
+    rows = commands.add_parser("rows", help="show the documents in each row of a step")
+    add_rows_flags(rows)
+    digest = commands.add_parser(
+        "digest", help="print the batch digest of each step as a JSON line"
+    )
+    add_digest_flags(digest)
     spikes = commands.add_parser(
         "spikes", help="show steps with an unusual loss or gradient norm, and their rows"
     )
@@ -846,16 +911,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         help="show at most N steps, largest spike first",
     )
     find = commands.add_parser("find", help="show the steps and rows that used a document")
-    named = find.add_mutually_exclusive_group(required=True)
-    named.add_argument(
-        "--document",
-        metavar="FILE:DOC",
-        help="a file and a document of it, as in the columns that `rows` prints; DOC counts from 0",
-    )
-    named.add_argument(
-        "--text",
-        help=f"find up to {DOCUMENTS} documents that contain this text, those trained on first",
-    )
+    add_find_flags(find)
     accounts = commands.add_parser(
         "ledger", help="count the tokens read, emitted, cropped and pending"
     )
@@ -866,37 +922,33 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         subparser.add_argument(
             "--json", action="store_true", help=f"print one JSON line per {unit}"
         )
-    for subparser, main in (
-        (rows, show_rows),
-        (digest, show_digests),
-        (spikes, show_spikes),
-        (find, show_find),
-        (accounts, show_ledger),
-    ):
-        subparser.set_defaults(main=main)
-        needs_log = main in (show_spikes, show_find)
-        subparser.add_argument(
-            "run",
-            metavar="RUN",
-            nargs="?",
-            help="a run's name or folder"
-            + (
-                " (default: the only run)"
-                if needs_log
-                else ", or a receipt (default: the only run, if no base_train flag is given)"
-            ),
-        )
-        add_flags(subparser, without=("run",), listed=False)
-        subparser.usage = "%(prog)s [RUN] [flags]"
-        subparser.epilog = (
-            None
-            if needs_log
-            else (
-                "Instead of RUN: any flags of scripts.base_train, whose --help lists them. A receipt needs "
-                "--data-path, and takes --tokenizer and --eod-token."
-            )
-        )
+    add_run(rows, show_rows)
+    add_run(digest, show_digests)
+    add_run(spikes, show_spikes, needs_log=True)
+    add_run(find, show_find, needs_log=True)
+    add_run(accounts, show_ledger)
     return parser.parse_args(argv)
+
+
+def add_run(
+    parser: Parser,
+    main: Callable[[Opened, argparse.Namespace], int],
+    *,
+    needs_log: bool = False,
+) -> None:
+    """Add the run that a command inspects, or the flags that describe one. `needs_log`: the command
+    reads a run's log, which neither flags nor a receipt have."""
+    parser.set_defaults(main=main)
+    which = " (default: the only run)"
+    if not needs_log:
+        which = ", or a receipt (default: the only run, if no base_train flag is given)"
+        parser.epilog = (
+            "Instead of RUN: any flags of scripts.base_train, whose --help lists them. A receipt needs "
+            "--data-path, and takes --tokenizer and --eod-token."
+        )
+    parser.add_argument("run", metavar="RUN", nargs="?", help=f"a run's name or folder{which}")
+    add_flags(parser, without=("run",), listed=False)
+    parser.usage = "%(prog)s [RUN] [flags]"
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -5,6 +5,8 @@ settings.
     python -m scripts.page mine other --out=both.html   # two runs on one page; without a name: all runs
     python -m scripts.page mine --watch                 # rewrite the page every ten seconds while the run is alive
 
+In the charts, a fork's curves start at the step where it branches off from its parent.
+
     run directory --nanochat.run_reader--> curves, launches --> JSON --plotly--> charts
                                      '---> tables, sentences --> HTML, escaped
 
@@ -35,6 +37,7 @@ from nanochat.run_reader import (
     differing_settings,
     flat_numbers,
     ledger_table,
+    tree_of,
 )
 from scripts import status
 from scripts.report import sentences_about
@@ -65,7 +68,6 @@ MARKS = ("saved", "save_failed", "dropped", "skipped", "started", "samples", "wa
 # CSS class by terminal color
 TONES = {status.GREEN: "good", status.YELLOW: "wait", status.RED: "bad"}
 
-Axes = Mapping[str, list[float]]  # {axis: position of each logged step}
 Curve = dict[str, Any]  # made by `series`
 
 
@@ -76,24 +78,25 @@ class Run(RunReader):
         super().__init__(run_dir)
         self.index = index
         self.state = self.status()
+        self.step_axes = self.axes()
 
     @property
     def alive(self) -> bool:
         return self.state["liveness"] == "alive"
 
+    def position(self, done: int) -> dict[str, float]:
+        """The position on each axis after `done` steps."""
+        axes = self.step_axes
+        last = bisect_left(axes["steps"], done) - 1
+        position = dict(self.origin)
+        if last >= 0:
+            for name in AXES:
+                position[name] = axes[name][last]
+        position["steps"] = done
+        return position
+
 
 # ---- curves -------------------------------------------------------------------------------------
-
-
-def axis_position(axes: Axes, done: int) -> dict[str, float]:
-    """The position on each axis after `done` steps."""
-    last = bisect_left(axes["steps"], done) - 1
-    position: dict[str, float] = dict.fromkeys(AXES, 0)
-    if last >= 0:
-        for name in AXES:
-            position[name] = axes[name][last]
-    position["steps"] = done
-    return position
 
 
 def drawable(record: Mapping[str, Any]) -> dict[str, float]:
@@ -241,7 +244,7 @@ def band_series(run: RunReader) -> Iterator[Curve]:
         yield band | {"steps": [*highs]}
 
 
-def marks_of(launch: Launch, axes: Axes) -> list[dict[str, Any]]:
+def marks_of(run: Run, launch: Launch) -> list[dict[str, Any]]:
     """A mark for each save, skipped step and other event of a launch that is not drawn as points."""
     marks = []
     for event in launch.events:
@@ -254,12 +257,12 @@ def marks_of(launch: Launch, axes: Axes) -> list[dict[str, Any]]:
                 values.append(f"{name} {show(value)}")
         step = event["step"]
         text = f"{kind} at step {step:,}: {', '.join(values)}"
-        mark = {"at": axis_position(axes, step), "kind": kind, "text": text}
+        mark = {"at": run.position(step), "kind": kind, "text": text}
         marks.append(mark)
     return marks
 
 
-def launches_of(run: Run, axes: Axes) -> Iterator[dict[str, Any]]:
+def launches_of(run: Run) -> Iterator[dict[str, Any]]:
     """The launches on the timeline, with a mark for each save, skipped step and other event."""
     for number, launch in enumerate(run.launches, 1):
         end = launch.end
@@ -268,12 +271,12 @@ def launches_of(run: Run, axes: Axes) -> Iterator[dict[str, Any]]:
         world = launch.world_size
         outcome = f"{end or 'running'} at step {launch.last:,} {launch.reason}"
         yield {
-            "from": axis_position(axes, launch.first),
-            "to": axis_position(axes, launch.last),
+            "from": run.position(launch.first),
+            "to": run.position(launch.last),
             "end": end,
             "label": f"{number}: {world} proc.",
             "text": f"launch {number} on {counted(world, 'process')}: {outcome}",
-            "marks": marks_of(launch, axes),
+            "marks": marks_of(run, launch),
         }
 
 
@@ -307,7 +310,7 @@ def chart_data(run: Run, stride: int, several: bool) -> dict[str, Any]:
 
     With `several` runs, which have one color each, every bucket gets its own chart.
     """
-    axes = run.axes()
+    axes = run.step_axes
     kept = kept_steps(run.steps, stride)
 
     def pick(values: Sequence[Any]) -> list[Any]:
@@ -322,7 +325,7 @@ def chart_data(run: Run, stride: int, several: bool) -> dict[str, Any]:
 
     # curves of points have axes of their own, with the positions of their steps
     for curve in (*point_series(run), *band_series(run)):
-        positions = [axis_position(axes, done) for done in curve.pop("steps")]
+        positions = [run.position(done) for done in curve.pop("steps")]
         curve["axis"] = len(all_axes)
         curve["y"] = rounded(curve["y"])
         curves.append(curve)
@@ -340,7 +343,8 @@ def chart_data(run: Run, stride: int, several: bool) -> dict[str, Any]:
         "name": run.name,
         "axes": all_axes,
         "series": curves,
-        "launches": [*launches_of(run, axes)],
+        "is_fork": run.fork is not None,
+        "launches": [*launches_of(run)],
         "steps": pick(axes["steps"]),
         "digests": [run.steps[i]["digest"] for i in kept],
     }
@@ -578,6 +582,15 @@ def make_page(runs: Sequence[Run], *, refresh: bool = False) -> str:
     return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], template)
 
 
+def by_parent(folders: Sequence[Path]) -> list[Path]:
+    """The folders of runs, with forks after their parents."""
+    parents: dict[str, str | None] = {}
+    for path in folders:
+        parent = RunReader(path).parent_dir
+        parents[str(path)] = str(parent) if parent else None
+    return [Path(path) for path in tree_of(parents)]
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Write the page and print its path.
 
@@ -608,7 +621,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not folders:
         raise FileNotFoundError("no runs in the base directory; name a run's folder")
     while True:
-        runs = [Run(path, i) for i, path in enumerate(folders)]
+        runs = [Run(path, i) for i, path in enumerate(by_parent(folders))]
         watch = args.watch and any(run.alive for run in runs)
         out.parent.mkdir(parents=True, exist_ok=True)
         write_bytes(args.out, make_page(runs, refresh=watch).encode())

@@ -13,7 +13,7 @@ A receipt holds everything that determines the rows, and the digests that the ru
                         name
     marks               for every 1,000th step and the last one: its digest, and a hash chained over all digests up to
                         it, chain(s) = hash(chain(s - 1), digest(s)), so one mark proves all steps before it
-    begin               the cursors of step 0, if the run did not start at the beginning of its data
+    first, begin        of a fork: its first step, and the cursors of all lanes there
                         (--init-data=continue, --skip-steps)
     tokenizer           the files of the run's tokenizer, so that nobody needs to ask for them
 
@@ -33,6 +33,8 @@ from tqdm import tqdm
 
 from nanochat.cli import Decides, Parser, run_main, setup_logging
 from nanochat.common import (
+    AnyPath,
+    Remote,
     as_path,
     begin_launch,
     check_shape,
@@ -42,16 +44,16 @@ from nanochat.common import (
     hash_bytes,
     hash_file,
     hash_json,
-    is_remote,
     read_json,
     write_json,
 )
 from nanochat.config import REMOVED, Settings, fields_of, flag
 from nanochat.files import data_at
+from nanochat.pins import Manifest, Pin, is_prepared, pins_of
 from nanochat.run_dir import find_run, read_cursors
 from nanochat.run_order import stream_config
 from nanochat.run_reader import RunReader
-from nanochat.sources import Manifest, RunData, is_prepared, open_data, scan_all
+from nanochat.sources import RunData, open_data, scan_all
 from nanochat.start_run import find_tokenizer, open_run
 from nanochat.stream import stream_identity
 from nanochat.text import Selection
@@ -87,7 +89,7 @@ class FileLine(NamedTuple):
     size: str
     name: str
 
-    def differs(self, path: Path, now: "FileLine") -> str:
+    def differs(self, path: AnyPath, now: "FileLine") -> str:
         """A sentence that says how this file differs from the one at `path` now; empty if they are
         equal."""
         if self.size != now.size:
@@ -102,11 +104,11 @@ class FileLine(NamedTuple):
 # ---- making one ---------------------------------------------------------------------------------
 
 
-def describe_file(root: Path, entry: Mapping[str, Any]) -> FileLine:
+def describe_file(root: AnyPath, entry: Pin) -> FileLine:
     """The line of a file below `root`, given its entry in a manifest."""
     path = root / entry["name"]
-    pinned = hash_json([entry["size"], entry["footer"], entry["groups"], entry.get("tokens")])
-    if is_remote(path):
+    pinned = hash_json(pins_of(entry))
+    if isinstance(path, Remote):
         content = "-"
     elif path.suffix == ".bin":
         content = hash_bytes(
@@ -145,11 +147,12 @@ def list_files(manifests: Mapping[str, Manifest]) -> dict[str, Any]:
 
 def row_settings(settings: Settings) -> dict[str, Any]:
     """{name: value} of the settings that decide the rows of a run."""
-    return {
+    chosen = {
         name: getattr(settings, name)
         for name, f in fields_of(type(settings)).items()
         if Decides.ROWS in f.metadata["decides"]
     }
+    return chosen if settings.fork is None else {**chosen, "fork": settings.fork}
 
 
 def make_receipt(run: RunReader, steps: int | None = None) -> dict[str, Any]:
@@ -157,23 +160,25 @@ def make_receipt(run: RunReader, steps: int | None = None) -> dict[str, Any]:
     FileNotFoundError if the log lacks a digest, or if a file of the data has changed or is
     missing."""
     steps, digests = run.num_steps if steps is None else steps, run.digests
-    missing = next((step for step in range(steps) if step not in digests), None)
-    if steps == 0 or missing is not None:
+    first = run.first_step
+    missing = next((step for step in range(first, steps) if step not in digests), None)
+    if steps <= first or missing is not None:
         raise ValueError(
-            f"{run.log_path}: it has no digest for step {missing or 0}, but a receipt needs those "
+            f"{run.log_path}: it has no digest for step {missing or first}, but a receipt needs those "
             f"of all steps; resume the run, or restore the log"
         )
     data, config, settings = open_run(run.run_dir)
     marks, link = {}, ""
-    for step in range(steps):
+    for step in range(first, steps):
         link = next_link(link, digests[step])
         if step % EVERY == 0 or step == steps - 1:
             marks[str(step)] = {"digest": digests[step], "chain": link}
-    begin = run.cursor_files.get(0)
+    begin = run.cursor_files.get(first)
     receipt = {
         "nanochat_receipt": FORMAT,
         "run": run.name,
         "steps": steps,
+        **({"first": first} if first else {}),
         "code": sorted({launch.started.get("code") or "not known" for launch in run.launches}),
         "settings": row_settings(settings),
         "stream": stream_identity(config, data.train, data.tokenizer.fingerprint),
@@ -228,7 +233,7 @@ def read_receipt(path: Path) -> dict[str, Any]:
     return receipt
 
 
-def lines_of(bucket: Mapping[str, Any], path: Path) -> list[FileLine]:
+def lines_of(bucket: Mapping[str, Any], path: AnyPath) -> list[FileLine]:
     """The files of a bucket of a receipt. ValueError if the list is corrupt, or a name points
     outside the data path."""
     try:
@@ -243,7 +248,7 @@ def lines_of(bucket: Mapping[str, Any], path: Path) -> list[FileLine]:
     return files
 
 
-def check_size(file: FileLine, root: Path) -> None:
+def check_size(file: FileLine, root: AnyPath) -> None:
     """ValueError or FileNotFoundError if a file of a receipt is missing below `root`, or has
     another size. Fast, so it comes before text is prepared."""
     path = root / file.name
@@ -261,7 +266,7 @@ def check_size(file: FileLine, root: Path) -> None:
         )
 
 
-def compare_file(pair: tuple[FileLine, Mapping[str, Any]], root: Path) -> FileLine:
+def compare_file(pair: tuple[FileLine, Pin], root: AnyPath) -> FileLine:
     """The line of a file as it is now, from its line in a receipt and its entry in a manifest.
     ValueError if they differ."""
     file, entry = pair
@@ -281,7 +286,7 @@ def compare_file(pair: tuple[FileLine, Mapping[str, Any]], root: Path) -> FileLi
 
 
 def find_manifests(
-    path: Path, receipt: Mapping[str, Any], data_path: str, selection: Selection
+    path: AnyPath, receipt: Mapping[str, Any], data_path: str, selection: Selection
 ) -> dict[str, Manifest]:
     """The manifests of a receipt's files below a data path. ValueError or FileNotFoundError names
     the first file that is missing or differs."""
@@ -340,11 +345,12 @@ def choose_tokenizer(
 
 def open_receipt(
     path: Path, given: Settings, last: int
-) -> tuple[RunData, Any, int, list[dict[str, Any]] | None]:
+) -> tuple[RunData, Any, int, list[dict[str, Any]] | None, int]:
     """Open the stream of a receipt without the run, from the data that --data-path names. Returns
-    (data, settings of the stream, rows per step, cursors of step 0 or None for the beginning of the
-    data). ValueError or FileNotFoundError for flags beyond these, a step `last` that the run did
-    not train, a different tokenizer, or a file that is missing or differs."""
+    (data, settings of the stream, rows per step, cursors of the first step or None for the
+    beginning of the data, first step). ValueError or FileNotFoundError for flags beyond these, a
+    step `last` that the run did not train, a different tokenizer, or a file that is missing or
+    differs."""
     begin_launch()
     # RUN is an argument here, not a setting
     allowed = {"data_path", "tokenizer", "eod_token", "run"}
@@ -381,8 +387,8 @@ def open_receipt(
             f"{path}: {name} is {theirs!r} in the receipt and {ours!r} "
             f"here, though the files are the same; use the code that trained the run ({code})"
         )
-    begin = receipt["begin"]
-    return data, config, settings.total_batch_size // config.T, begin or None
+    rows_per_step = settings.total_batch_size // config.T
+    return data, config, rows_per_step, receipt["begin"] or None, receipt.get("first", 0)
 
 
 # ---- the command --------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ from nanochat.cli import Parser, run_main
 from nanochat.common import counted, duration, show, visible, write_bytes
 from nanochat.config import setting_tables
 from nanochat.run_dir import find_run
-from nanochat.run_reader import RunReader, ledger_table
+from nanochat.run_reader import RunReader, changes_text, ledger_table
 
 STAGE = re.compile(r"(?m)^(.*)\t([0-9.]+)\t([0-9]+)\t(.*)$")  # name, seconds, exit code, command
 
@@ -99,8 +99,23 @@ def fenced(text: str) -> list[str]:
 def sentences_about(run: RunReader) -> list[str]:
     """A few sentences about the run: its progress and end, what it learned, its launches."""
     if not (run.launches and run.steps):
-        return ["No step was logged."]
-    return [*progress_sentences(run), *launch_sentences(run), *event_sentences(run)]
+        return [*fork_sentences(run), "No step was logged."]
+    return [
+        *fork_sentences(run),
+        *progress_sentences(run),
+        *launch_sentences(run),
+        *event_sentences(run),
+    ]
+
+
+def fork_sentences(run: RunReader) -> list[str]:
+    """Where a fork branched off, and what it changed."""
+    fork = run.fork
+    if fork is None:
+        return []
+    gone = "" if run.parent_dir else ", which no longer exists"
+    begin = f"{fork.place} (after {fork.tokens:,} tokens)"
+    return [f"It is a fork of {begin}{gone}: {changes_text(fork.changes)}."]
 
 
 def progress_sentences(run: RunReader) -> list[str]:

@@ -12,6 +12,14 @@ Show the progress of runs: step, loss, throughput, time left, and how each run e
 A run is alive while its launch holds the run's lock or, if it runs on another host, while its
 heartbeat is recent. `age` is the time since the last heartbeat, or since the run ended. The
 checkpoint is the newest one on disk.
+
+Forks are listed below their parent, with the step at which they branch off and what they changed:
+
+    run       state      ...  fork
+    mine      completed
+      warm    completed       @10: matrix_lr 0.02 -> 0.01
+        hot   running         @20: matrix_lr 0.01 -> 0.04
+    lost      completed       old@500 (no longer exists): nothing changed
 """
 
 import argparse
@@ -27,7 +35,7 @@ from typing import Any
 from nanochat.cli import Parser, run_main
 from nanochat.common import duration, get_base_dir, show, table
 from nanochat.run_dir import find_run, list_runs, run_path
-from nanochat.run_reader import RunReader
+from nanochat.run_reader import Fork, RunReader, changes_text, tree_of
 
 WATCH_EVERY_S = 2.0
 # --sort's name for a column, and the field of the status that it sorts by
@@ -76,6 +84,17 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
+def fork_text(run: dict[str, Any], *, below_parent: bool = False) -> str | None:
+    """Where a run branched off, and what it changed. `below_parent`: the line above names the
+    parent."""
+    if run["fork"] is None:
+        return None
+    fork = Fork(**run["fork"])
+    place = f"@{fork.step:,}" if below_parent else fork.place
+    note = "" if run["parent"] else " (no longer exists)"
+    return f"{place}{note}: {changes_text(fork.changes)}"
+
+
 def cells(run: dict[str, Any]) -> dict[str, Any]:
     """{column: value} of a run: a row of the table of runs, or the first lines about a single one."""
     alive = run["liveness"] == "alive"
@@ -103,6 +122,7 @@ def cells(run: dict[str, Any]) -> dict[str, Any]:
 def status_text(run: dict[str, Any]) -> str:
     """The status of one run, one value per line."""
     values = cells(run)
+    values["fork of"] = fork_text(run)
     if run["status"] is not None:
         began = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(run["started"]))
         ago = duration(time.time() - run["started"])
@@ -157,6 +177,23 @@ def print_run(run: dict[str, Any], as_json: bool) -> None:
     print(text, flush=True)
 
 
+def print_table(runs: Sequence[dict[str, Any]]) -> None:
+    """Print a line for each run, forks below their parents."""
+    depths = tree_of({run["run"]: run["parent"] for run in runs})
+    by_path = {run["run"]: run for run in runs}
+    shown = [by_path[path] for path in depths]
+    rows = []
+    for run in shown:
+        depth = depths[run["run"]]
+        row = cells(run)
+        row["run"] = "  " * depth + row["run"]
+        if any(run["fork"] for run in runs):
+            row["fork"] = fork_text(run, below_parent=depth > 0)
+        rows.append(row)
+    lines = table([*rows[0]], [[*row.values()] for row in rows])
+    print(*colored(lines, shown), sep="\n", flush=True)
+
+
 def print_status(args: argparse.Namespace) -> list[dict[str, Any]]:
     """Print once, and return the status of each run.
 
@@ -176,9 +213,7 @@ def print_status(args: argparse.Namespace) -> list[dict[str, Any]]:
     if args.json:
         print(json.dumps(runs), flush=True)
     elif runs:
-        rows = [cells(run) for run in runs]
-        lines = table([*rows[0]], [[*row.values()] for row in rows])
-        print(*colored(lines, runs), sep="\n", flush=True)
+        print_table(runs)
     else:
         print(f"no runs in {get_base_dir() / 'runs'}", flush=True)
     return runs

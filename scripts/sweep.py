@@ -40,9 +40,9 @@ import numpy as np
 
 from nanochat.cli import Parser, run_main
 from nanochat.common import check_shape, counted, hash_json, print0, table, write_bytes
+from nanochat.pins import fingerprint
 from nanochat.run_dir import CONFIG_NAME, find_run, list_runs
 from nanochat.run_reader import RunReader
-from nanochat.sources import fingerprint
 
 COLUMNS = (
     *("run", "depth", "flops_budget", "params", "params_scaling", "tokens", "flops"),

@@ -12,10 +12,9 @@ tokenizers (50 k and 100 k tokens) are included if tiktoken has their ranks or c
 
 import itertools
 from collections.abc import Iterator
-from pathlib import Path
 
 from nanochat.cli import Parser, run_main, setup_logging
-from nanochat.common import table
+from nanochat.common import AnyPath, table
 from nanochat.files import FORMATS, data_at
 from nanochat.splits import split_train_val
 from nanochat.text import ALL, Selection, add_text_flags
@@ -50,7 +49,7 @@ assert moving_average([1, 2, 3, 4], window=2) == [1.0, 1.5, 2.5, 3.5]
 }
 
 
-def first_texts(paths: list[Path], max_chars: int, selection: Selection = ALL) -> Iterator[str]:
+def first_texts(paths: list[AnyPath], max_chars: int, selection: Selection = ALL) -> Iterator[str]:
     """The first documents of some files, until they add up to `max_chars` characters."""
     for text in itertools.chain.from_iterable(read_texts(path, selection) for path in paths):
         if max_chars <= 0:

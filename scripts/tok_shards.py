@@ -26,7 +26,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from nanochat.cli import Parser, run_main, sigterm_interrupts, whole
-from nanochat.common import as_local_path, as_path, counted
+from nanochat.common import AnyPath, as_local_path, as_path, counted
 from nanochat.files import data_at
 from nanochat.pretokenize import TOKENIZER, Input, Pretokenizer, Windows, describe_tokenizer
 from nanochat.splits import find_splits, last_of, split_train_val
@@ -127,7 +127,7 @@ def find_inputs(raw: Path, *, shared: bool = False) -> list[Input]:
     data = data_at(raw)
     if not data.files and not data.folder.exists():
         raise FileNotFoundError(f"--input-dir {raw}: no such folder")
-    splits: dict[str, dict[str, list[Path]]] = {"train": {}, "val": {}}
+    splits: dict[str, dict[str, list[AnyPath]]] = {"train": {}, "val": {}}
     if shared:
         splits = split_train_val(data, by_bucket=True, shared=True)
     else:

@@ -28,7 +28,7 @@ import pyarrow.parquet as pq
 from tqdm import tqdm
 
 from nanochat.cli import Parser, run_main, setup_logging, whole
-from nanochat.common import as_local_path, get_base_dir, is_remote
+from nanochat.common import AnyPath, as_local_path, get_base_dir
 from nanochat.files import BUCKET, DATASET_NAME, FORMATS, data_at, default_data_path
 from nanochat.splits import DataFile, describe_split, last_file_validates, split_train_val
 from nanochat.text import Selection, add_text_flags
@@ -100,7 +100,7 @@ def find_existing(
 
 
 def has_more(
-    folder: Path, files: list[dict[str, Any]], selection: Selection, max_chars: int
+    folder: AnyPath, files: list[dict[str, Any]], selection: Selection, max_chars: int
 ) -> bool:
     """Whether the files have more than `max_chars` characters. Reads no further than that."""
     remaining = max_chars
@@ -112,8 +112,54 @@ def has_more(
     return False
 
 
+class Corpus:
+    """The texts of the first files, until they add up to `max_chars` characters. Documents are cut
+    at `doc_cap` characters, unless it is None. While they are read, it counts."""
+
+    def __init__(
+        self,
+        folder: AnyPath,
+        files: list[dict[str, Any]],
+        selection: Selection,
+        *,
+        max_chars: int,
+        doc_cap: int | None,
+    ):
+        self.folder = folder
+        self.files = files
+        self.selection = selection
+        self.max_chars = max_chars
+        self.doc_cap = doc_cap
+        self.opened: list[dict[str, Any]] = []
+        self.num_cut = 0  # documents
+        self.dropped = 0  # characters
+
+    def __iter__(self) -> Iterator[str]:
+        remaining = self.max_chars
+        with tqdm(
+            total=remaining, unit="char", unit_scale=True, desc="reading", disable=None
+        ) as bar:
+            for file in self.files:
+                self.opened.append(file)
+                for text in read_texts(self.folder / file["name"], self.selection):
+                    shown = self._cut(text)
+                    remaining -= len(shown)
+                    bar.update(len(shown))
+                    yield shown
+                    if remaining <= 0:
+                        return
+
+    def _cut(self, text: str) -> str:
+        """The beginning of a text that is too long."""
+        if self.doc_cap is None or len(text) <= self.doc_cap:
+            return text
+        self.num_cut += 1
+        self.dropped += len(text) - self.doc_cap
+        return text[: self.doc_cap]
+
+
 def train(
-    folder: Path,
+    folder: AnyPath,
     files: list[dict[str, Any]],
     arguments: dict[str, Any],
     *,
@@ -122,31 +168,14 @@ def train(
     """Train on the first files. The tokenizer's `training` records the arguments, files and counts.
     Documents are cut at `doc_cap` characters if `cap_always`, or if the files have more than
     `max_chars`."""
-    opened: list[dict[str, Any]] = []
-    truncated = [0, 0]  # documents, dropped characters
     max_chars, start = arguments["max_chars"], time.monotonic()
     selection = Selection.of(arguments).for_split("train")
     capped = cap_always or has_more(folder, files, selection, max_chars)
+    doc_cap = arguments["doc_cap"] if capped else None
+    corpus = Corpus(folder, files, selection, max_chars=max_chars, doc_cap=doc_cap)
+    tokenizer = RustBPETokenizer.train_from_iterator(iter(corpus), arguments["vocab_size"])
 
-    def corpus() -> Iterator[str]:
-        remaining = max_chars
-        with tqdm(
-            total=remaining, unit="char", unit_scale=True, desc="reading", disable=None
-        ) as bar:
-            for file in files:
-                opened.append(file)
-                for text in read_texts(folder / file["name"], selection):
-                    if capped and len(text) > arguments["doc_cap"]:
-                        truncated[0] += 1
-                        truncated[1] += len(text) - arguments["doc_cap"]
-                        text = text[: arguments["doc_cap"]]
-                    remaining -= len(text)
-                    bar.update(len(text))
-                    yield text
-                    if remaining <= 0:
-                        return
-
-    tokenizer = RustBPETokenizer.train_from_iterator(corpus(), arguments["vocab_size"])
+    opened = corpus.opened
     documents, characters = (tokenizer.training[name] for name in ("documents", "characters"))
     tokenizer.training |= {
         "arguments": arguments,
@@ -157,25 +186,22 @@ def train(
         f"trained in {time.monotonic() - start:.1f} s on {documents:,} documents with {characters:,} characters from "
         f"{len(opened)} of {len(files)} files, {opened[0]['name']} to {opened[-1]['name']}"
     )
-    if truncated[0]:
+    if corpus.num_cut:
+        why = "" if cap_always else f", because the data has more than --max-chars={max_chars:,}"
+        share = corpus.dropped / (characters + corpus.dropped)
         print(
-            f"note: --doc-cap={arguments['doc_cap']} truncated {truncated[0]:,} of {documents:,} documents and "
-            f"dropped {truncated[1] / (characters + truncated[1]):.0%} of the characters that were read"
-            + (
-                f", because the data has more than --max-chars={max_chars:,}"
-                if not cap_always
-                else ""
-            )
+            f"note: --doc-cap={doc_cap} truncated {corpus.num_cut:,} of {documents:,} documents and dropped "
+            f"{share:.0%} of the characters that were read{why}"
         )
     return tokenizer
 
 
-def count_documents(path: Path) -> int | None:
+def count_documents(path: AnyPath) -> int | None:
     """The number of documents in a local parquet file; None for other files, which have no cheap
     count."""
     return (
         pq.read_metadata(path).num_rows
-        if path.suffix == ".parquet" and not is_remote(path)
+        if path.suffix == ".parquet" and isinstance(path, Path)
         else None
     )
 

@@ -45,26 +45,21 @@ from tqdm import tqdm
 
 from nanochat.cli import Parser, run_main, setup_logging, whole
 from nanochat.common import (
+    AnyPath,
+    Remote,
     as_path,
     begin_launch,
     counted,
     duration,
     hash_file,
-    is_remote,
     local_copy,
     table,
 )
 from nanochat.files import walk
+from nanochat.pins import DATA_MANIFEST, Manifest, is_prepared, read_manifests
 from nanochat.run_dir import CHECKPOINT_NAME, cursor_files, find_run, read_cursors
 from nanochat.run_reader import RunReader
-from nanochat.sources import (
-    DATA_MANIFEST,
-    Manifest,
-    check,
-    check_own_file,
-    is_prepared,
-    read_manifests,
-)
+from nanochat.sources import check, check_own_file
 from nanochat.tokenizer import EOD_HELP, TOKENIZER_HELP, get_tokenizer
 from nanochat.tokens import MANIFEST_NAME, TokenFile, open_tokens, read_manifest, to_offsets
 
@@ -157,7 +152,7 @@ def hash_ids(pair: TokenFile, bar: tqdm) -> str:
 
 
 def check_pair(
-    path: Path, args: argparse.Namespace, counts: Counter[str], lengths: Counter[int], bar: tqdm
+    path: AnyPath, args: argparse.Namespace, counts: Counter[str], lengths: Counter[int], bar: tqdm
 ) -> Iterator[str]:
     """The problems of one pair, given by its .bin; adds its sizes to `counts` and `lengths`."""
     num_documents = None  # unknown
@@ -195,7 +190,7 @@ def check_pair(
 
 
 def compare_record(
-    path: Path, record: Mapping[str, Any], contents: Mapping[str, Any]
+    path: AnyPath, record: Mapping[str, Any], contents: Mapping[str, Any]
 ) -> Iterator[str]:
     """The differences of a pair's record in manifest.json and its contents; a value of None is
     unknown."""
@@ -296,9 +291,9 @@ def check_entries(pair: TokenFile, first: int, rules: Rules, found: dict[str, Fo
 
 
 def compare_manifest(
-    folder: Path,
+    folder: AnyPath,
     manifest: Mapping[str, Any],
-    paths: Sequence[Path],
+    paths: Sequence[AnyPath],
     args: argparse.Namespace,
     *,
     whole: bool,
@@ -323,7 +318,7 @@ def compare_manifest(
 
 
 def check_pairs(
-    folder: Path, paths: Sequence[Path], args: argparse.Namespace, bar: tqdm, *, whole: bool
+    folder: AnyPath, paths: Sequence[AnyPath], args: argparse.Namespace, bar: tqdm, *, whole: bool
 ) -> Iterator[str]:
     """Verify pairs of one folder, each given by its .bin; `whole`: whether these are all of the
     folder's pairs."""
@@ -414,16 +409,16 @@ def check_row_losses(folder: Path, bar: tqdm) -> Iterator[str]:
 # ---- the data of a run --------------------------------------------------------------------------
 
 
-def check_data(path: Path, args: argparse.Namespace, bar: tqdm) -> Iterator[str]:
+def check_data(path: AnyPath, args: argparse.Namespace, bar: tqdm) -> Iterator[str]:
     """Compare the files that a run has pinned in its data_manifest.json with the disk, and read
     those whose checksums are in the manifest.json beside them."""
-    files: dict[Path, Manifest] = {}  # for each file, its manifest reduced to this file
-    for buckets in read_manifests(path).values():
+    files: dict[AnyPath, Manifest] = {}  # for each file, its manifest reduced to this file
+    for buckets in read_manifests(local_copy(path)).values():
         for manifest in buckets.values():
             root = as_path(manifest["root"])
-            for file in manifest["files"]:
-                files[root / file["name"]] = {**manifest, "files": [file]}
-    folders: dict[Path, list[Path]] = {}
+            for pin in manifest["files"]:
+                files[root / pin["name"]] = {**manifest, "files": [pin]}
+    folders: dict[AnyPath, list[AnyPath]] = {}
     for file, alone in files.items():
         [entry] = alone["files"]
         try:
@@ -441,7 +436,7 @@ def check_data(path: Path, args: argparse.Namespace, bar: tqdm) -> Iterator[str]
     yield f"{path}: {len(files):,} files compared, {num_read:,} of them read completely"
 
 
-def has_checksum(file: Path) -> bool:
+def has_checksum(file: AnyPath) -> bool:
     """Whether a file is part of a pair that the manifest.json beside it lists."""
     if file.suffix != ".bin":
         return False
@@ -466,21 +461,27 @@ def check_receipt(path: Path, args: argparse.Namespace, _: tqdm) -> Iterator[str
     given = Settings(data_path=args.data_path, tokenizer=args.tokenizer, eod_token=args.eod_token)
     opened = Opened(RunReader(path), *open_receipt(path, given, highest))
     yield f"{path}: the files in {args.data_path} are those of {receipt['run']}"
+    first = opened.first_step
+    if min(steps) < first:
+        raise ValueError(
+            f"{path}: step {min(steps):,} is before the fork that it describes, which begins with step "
+            f"{first:,}; verify a receipt of the run that it continues"
+        )
     last = min(step for step in marks if step >= highest)
     yield (
-        f"  recomputing steps 0 to {last:,}: rows depend on earlier rows, and step {last:,} is the first "
+        f"  recomputing steps {first:,} to {last:,}: rows depend on earlier rows, and step {last:,} is the first "
         f"at or after step {highest:,} with a digest in the receipt"
     )
 
-    link, good = "", -1
+    link, good = "", first - 1
     began = time.monotonic()
-    digests = step_digests(opened, range(last + 1), 1)
+    digests = step_digests(opened, range(first, last + 1), 1)
     for step, [part] in tqdm(
-        digests, total=last + 1, unit="step", desc="recomputed", leave=False, disable=None
+        digests, total=last + 1 - first, unit="step", desc="recomputed", leave=False, disable=None
     ):
         digest = f"{part:016x}"
         link = next_link(link, digest)
-        if step + 1 == TIMED_STEPS:
+        if step + 1 - first == TIMED_STEPS:
             per_step_s = (time.monotonic() - began) / TIMED_STEPS
             rest_s = per_step_s * (last - step)
             if rest_s > 5:
@@ -500,12 +501,12 @@ def check_receipt(path: Path, args: argparse.Namespace, _: tqdm) -> Iterator[str
             )
         good = step
     yield (
-        f"  OK steps {', '.join(map(str, steps))}: trained on these rows, and so were all steps from 0 to {good:,} "
-        f"(chain of digests {link})"
+        f"  OK steps {', '.join(map(str, steps))}: trained on these rows, and so were all steps from "
+        f"{first:,} to {good:,} (chain of digests {link})"
     )
 
 
-def is_receipt(path: Path) -> bool:
+def is_receipt(path: AnyPath) -> bool:
     return (
         path.suffix == ".json"
         and path.is_file()
@@ -516,23 +517,33 @@ def is_receipt(path: Path) -> bool:
 # ---- the command --------------------------------------------------------------------------------
 
 
-def find_all(path: Path, args: argparse.Namespace) -> list[Check]:
+def find_all(path: AnyPath, args: argparse.Namespace) -> list[Check]:
     """The checks of everything that can be verified at or below a path, or in the run that it
     names. FileNotFoundError or ValueError if there is nothing to verify."""
     if not path.exists():
-        if is_remote(path) or len(path.parts) != 1:
+        if isinstance(path, Remote) or len(path.parts) != 1:
             raise FileNotFoundError(f"{path}: no such file or folder; name what to verify")
         path = find_run(path)
     if is_receipt(path):
-        return [partial(check_receipt, path, args)]
+        return [partial(check_receipt, local_copy(path), args)]
     if path.suffix in (".bin", ".idx") and path.is_file():
         pair = path.with_suffix(".bin")
         return [partial(check_pairs, pair.parent, [pair], args, whole=False)]
+    checks = find_below(path, args)
+    if not checks:
+        raise ValueError(
+            f"{path}: found nothing to verify, expected token files, checkpoints or cursors at or "
+            f"below it (text files have no checksums); name another path"
+        )
+    return checks
 
-    pairs: dict[Path, set[Path]] = {}
+
+def find_below(path: AnyPath, args: argparse.Namespace) -> list[Check]:
+    """The checks of everything at or below a path; [] if nothing there can be verified."""
+    pairs: dict[AnyPath, set[AnyPath]] = {}
     checks: list[Check] = []  # of checkpoints, cursors, row losses, pinned data
-    closed: set[Path] = set()  # folders whose .bin files are not pairs: checkpoints, row losses
-    entries = sorted(walk(path)) if is_remote(path) or path.is_dir() else []
+    closed: set[AnyPath] = set()  # folders whose .bin files are not pairs: checkpoints, row losses
+    entries = sorted(walk(path)) if path.is_dir() else []
     paths = [path, *(entry.path for entry in entries if entry.kind != "dangling")]
     for p in paths:
         if not closed.isdisjoint(p.parents):
@@ -544,17 +555,14 @@ def find_all(path: Path, args: argparse.Namespace) -> list[Check]:
             pairs.setdefault(p.parent, set())
         elif p.name == DATA_MANIFEST:
             checks.append(partial(check_data, p, args))
-        elif p.is_dir() and not is_remote(p):
+        elif isinstance(p, Path) and p.is_dir():
             check_folder, has_pairs = folder_kind(p)
             if check_folder is not None:
                 checks.append(partial(check_folder, p))
             if not has_pairs:
                 closed.add(p)
     if not pairs and not checks:
-        raise ValueError(
-            f"{path}: found nothing to verify, expected token files, checkpoints or cursors at or "
-            f"below it (text files have no checksums); name another path"
-        )
+        return []
 
     of_pairs = [
         partial(check_pairs, folder, sorted(files), args, whole=True)
@@ -587,7 +595,7 @@ def folder_kind(path: Path) -> tuple[Callable[[Path, tqdm], Iterator[str]] | Non
     return None, True
 
 
-def report_dangling(links: Sequence[Path], _: tqdm) -> Iterator[str]:
+def report_dangling(links: Sequence[AnyPath], _: tqdm) -> Iterator[str]:
     """Report links to files or folders that do not exist."""
     for link in links:
         target = os.readlink(link)
@@ -608,7 +616,7 @@ def files_below(path: Path) -> set[str]:
     return names
 
 
-def is_manifest(path: Path) -> bool:
+def is_manifest(path: AnyPath) -> bool:
     """Whether a manifest.json belongs to token files: other programs use the name, too."""
     try:
         return read_manifest(path.parent) is not None

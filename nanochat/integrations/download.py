@@ -14,6 +14,7 @@ HF_ENDPOINT names a server to use instead of huggingface.co. HF_TOKEN is sent on
 and never printed.
 """
 
+import argparse
 import fcntl
 import logging
 import os
@@ -256,8 +257,8 @@ def fetch_bundle(base_url: str | None, folder: Path) -> None:
     print(f"{folder}: {len(tasks)} tasks with {sum(len(task.items) for task in tasks):,} items")
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Download or verify. ValueError for bad flags; OSError, which lists the shards that failed."""
+def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The flags of the command. ValueError for numbers that cannot be."""
     parser = Parser(
         description="Download text to train on, or verify downloaded text.\n\n"
         "    python -m nanochat.dataset -n 8    # 8 shards for training and one for validation"
@@ -295,12 +296,18 @@ def main(argv: Sequence[str] | None = None) -> None:
         help="instead of downloading, read every downloaded shard in full",
     )
     args = parser.parse_args(argv)
-    setup_logging()
     if args.num_files < -1 or args.num_workers < 1:
         raise ValueError(
             f"-n {args.num_files} -w {args.num_workers}: expected -n of at least -1 (all) and -w of at "
             f"least 1"
         )
+    return args
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Download or verify. ValueError for bad flags; OSError, which lists the shards that failed."""
+    args = parse_args(argv)
+    setup_logging()
     if args.eval_bundle:
         return fetch_bundle(args.base_url, args.data_dir or get_base_dir() / BUNDLE_NAME)
     if args.verify:

@@ -53,9 +53,10 @@ from nanochat.integrations.megatron import (
 )
 from nanochat.integrations.megatron_files import IndexedDataset
 from nanochat.integrations.megatron_settings import MegatronSettings
+from nanochat.pins import Manifest, Manifests
 from nanochat.rows import Row
 from nanochat.schedule import Horizon
-from nanochat.sources import Manifest, Manifests, Source, scan_files
+from nanochat.sources import Source, scan_files
 from nanochat.splits import split_train_val
 from nanochat.stream import FORMAT, Cursor, LaneState, check_cursors, stream_identity
 from nanochat.tokens import TokenFile, to_offsets

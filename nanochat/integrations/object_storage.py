@@ -2,7 +2,7 @@
 `common.as_path` imports this module at the first path like s3://bucket/folder; a program with only
 local files never loads it.
 
-    as_path("s3://b/set")      a RemotePath: pathlib's exists, is_file, is_dir, rglob, stat and open,
+    as_path("s3://b/set")      a RemotePath: what `nanochat.common.Remote` lists (exists, walk, stat, open, ...),
                                answered from one listing of the folder
     path.local_copy()          a local copy, for files that are memory-mapped or read whole: indices, manifests
     RemoteReader(path)         reads ranges of ids from a .bin
@@ -53,13 +53,14 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path, PosixPath, PurePosixPath
+from pathlib import Path, PurePosixPath
 from types import SimpleNamespace
-from typing import Any, TypeVar
+from typing import Any, BinaryIO, Literal, NamedTuple, TypeVar
 
 import numpy as np
 
 from nanochat.common import (
+    Remote,
     Stop,
     atomic_open,
     check_stop,
@@ -67,6 +68,7 @@ from nanochat.common import (
     get_base_dir,
     hash_json,
     refuse_secrets,
+    url,
 )
 
 log = logging.getLogger(__name__)
@@ -162,13 +164,48 @@ class Garbled(OSError):
     not retry then, but a retry may help."""
 
 
+class Failure(NamedTuple):
+    """What the text of an error of obstore says, which is not shown."""
+
+    text: str
+    kind: type[BaseException]  # obstore may not be installed, so its types are known by name only
+    status: int  # of HTTP; 0: no answer
+    code: str  # S3's; "" if there is none
+
+    @classmethod
+    def of(cls, e: BaseException) -> "Failure":
+        text = str(e)
+        status = re.search(r"status code: (\d{3})", text)
+        code = re.search(r"<Code>([\w.]{1,60})</Code>", text)
+        return cls(text, type(e), int(status[1]) if status else 0, code[1] if code else "")
+
+    @property
+    def answered(self) -> str:
+        """The answer, for messages."""
+        return f"HTTP {self.status} {self.code}".rstrip()
+
+    @property
+    def moved(self) -> bool:
+        """Whether the bucket is at another address."""
+        return self.status in (301, 307, 308) or (self.status == 0 and "redirect" in self.text)
+
+    @property
+    def unavailable(self) -> bool:
+        """Whether the service did not answer, or asks for patience."""
+        if self.status == 0:
+            return not self.moved
+        return self.status in (408, 429) or self.status >= 500
+
+
+class Cause(NamedTuple):
+    """A possible cause of a failure."""
+
+    is_true: bool
+    kind: type[Exception]  # of our own error
+    sentence: str
+
+
 # ---- names ---------------------------------------------------------------------------------------
-
-
-def url(path: str) -> str:
-    """One path, or several separated by commas, with the double slashes that a pathlib.Path
-    drops."""
-    return re.sub(r"(^|,)(s3|gs|az|msc):(/+|$)", r"\1\2://", path)
 
 
 def split(path: str) -> tuple[str, str, str]:
@@ -215,18 +252,24 @@ class Bucket:
         if scheme == "gs":
             self.host = f"https://storage.googleapis.com/{bucket}"
         if scheme == "s3":
-            variable = next((name for name in ENDPOINTS if os.environ.get(name)), "")
-            self.endpoint = os.environ.get(variable, "")
-            self.setting = variable or "AWS_ENDPOINT_URL (not set)"
-            if self.endpoint and not ENDPOINT.fullmatch(self.endpoint):
-                raise ValueError(
-                    f"{self.name}: {variable} is not the URL of an endpoint; expected http://HOST:PORT or "
-                    f"https://HOST, without credentials or a query"
-                )
-            region = (
-                os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION") or "us-east-1"
+            self._find_endpoint()
+        self._open_store(silence_s, give_up_s)
+
+    def _find_endpoint(self) -> None:
+        """The address of an S3 service, from the environment."""
+        variable = next((name for name in ENDPOINTS if os.environ.get(name)), "")
+        self.endpoint = os.environ.get(variable, "")
+        self.setting = variable or "AWS_ENDPOINT_URL (not set)"
+        if self.endpoint and not ENDPOINT.fullmatch(self.endpoint):
+            raise ValueError(
+                f"{self.name}: {variable} is not the URL of an endpoint; expected http://HOST:PORT or "
+                f"https://HOST, without credentials or a query"
             )
-            self.host = self.endpoint or f"https://s3.{region}.amazonaws.com/{bucket}"
+        region = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION") or "us-east-1"
+        self.host = self.endpoint or f"https://s3.{region}.amazonaws.com/{self.bucket}"
+
+    def _open_store(self, silence_s: float, give_up_s: float) -> None:
+        """obstore's client of the bucket."""
         options = {
             "allow_http": self.endpoint.startswith("http://"),
             "timeout": timedelta(hours=1),
@@ -251,7 +294,7 @@ class Bucket:
         except BaseException:  # a panic in Rust is not an Exception
             raise ValueError(
                 f"{self.name}: environment variables to access it are missing or wrong; check "
-                f"{KEYS_HINT[scheme]}"
+                f"{KEYS_HINT[self.scheme]}"
             ) from None
 
     def stat(self, meta: Mapping[str, Any]) -> Stat:
@@ -324,105 +367,123 @@ class Bucket:
         """Our own error for a failed request, without obstore's text, which may hold a secret."""
         if isinstance(e, (Changed, Garbled)):
             return e
-        # obstore may not be installed, so its types are known by name only
-        text = str(e)
-        name = type(e).__name__
-        status = int((re.search(r"status code: (\d{3})", text) or [0, 0])[1])
-        code = (re.search(r"<Code>([\w.]{1,60})</Code>", text) or ["", ""])[1]
-        answered, keys = f"HTTP {status} {code}".rstrip(), KEYS_HINT[self.scheme]
-        moved = status in (301, 307, 308) or (status == 0 and "redirect" in text)
-        unavailable = status in (408, 429) or status >= 500 or (status == 0 and not moved)
-        denied = isinstance(e, PermissionError) or status in (401, 403) or code in EXPIRED_CODES
-        causes: list[tuple[object, type[Exception], str]] = [  # the first true test decides
-            (
-                re.search(r"169\.254\.169\.254|metadata\.google\.internal", text),
+        failure = Failure.of(e)
+        causes = (  # the first that is true decides
+            *self._causes_of_the_path(failure),
+            *self._causes_that_may_pass(failure),
+            *self._causes_of_access(failure),
+        )
+        cause = next(cause for cause in causes if cause.is_true)
+        return cause.kind(f"{path}: {cause.sentence}")
+
+    def _causes_of_the_path(self, failure: "Failure") -> "list[Cause]":
+        """What may be wrong with the bucket, the key or the credentials."""
+        no_credentials = re.search(r"169\.254\.169\.254|metadata\.google\.internal", failure.text)
+        return [
+            Cause(
+                no_credentials is not None,
                 PermissionError,
-                f"no credentials; set {keys}, or AWS_SKIP_SIGNATURE=true for a public S3 bucket",
+                f"no credentials; set {KEYS_HINT[self.scheme]}, or AWS_SKIP_SIGNATURE=true for a public S3 bucket",
             ),
-            (
-                code == "NoSuchBucket",
+            Cause(
+                failure.code == "NoSuchBucket",
                 FileNotFoundError,
                 f"bucket {self.bucket} does not exist; check the path and {self.setting}",
             ),
-            (isinstance(e, FileNotFoundError), FileNotFoundError, "no such object"),
-            (
-                name == "PreconditionError",
+            Cause(issubclass(failure.kind, FileNotFoundError), FileNotFoundError, "no such object"),
+            Cause(
+                failure.kind.__name__ == "PreconditionError",
                 Changed,
                 f"it has changed since this run began (its ETag differs); {ADVICE}",
             ),
-            (
-                isinstance(e, ValueError) or name == "InvalidPathError",
+            Cause(
+                issubclass(failure.kind, ValueError) or failure.kind.__name__ == "InvalidPathError",
                 ValueError,
                 "the key, or one below it, has an empty part, '.' or '..'; rename the object",
             ),
-            (
-                not status
-                and re.search(r"Requested .*, got |non-partial|Content-Range|CONTENT_RANGE", text),
+        ]
+
+    def _causes_that_may_pass(self, failure: "Failure") -> "list[Cause]":
+        """What may go better in another request, or after a restart."""
+        status, code, answered = failure.status, failure.code, failure.answered
+        other_range = r"Requested .*, got |non-partial|Content-Range|CONTENT_RANGE"
+        is_other_range = not status and re.search(other_range, failure.text) is not None
+        is_busy = code in BUSY_CODES and status not in (0, 408, 429) and status < 500
+        is_listing = "ListResponseBody" in failure.text
+        unanswered = answered if status else "no connection, or it was interrupted"
+        return [
+            Cause(
+                is_other_range,
                 Garbled,
                 f"{self.host} sent a different range from the one requested, {TRIES} times; {PROXY}",
             ),
-            (
+            Cause(
                 code == "RequestTimeout",
                 Garbled,
                 f"{self.host} did not receive the whole request in time, {TRIES} times ({answered}); restart when the "
                 f"machine or the connection is less busy: a run resumes from its last checkpoint",
             ),
-            (
+            Cause(
                 code in CLOCK_CODES,
                 Garbled,
                 f"the clock of this machine and that of {self.host} differ by more than 15 minutes, {TRIES} times "
                 f"({answered}); set this machine's clock (NTP), then restart: a run resumes from its last checkpoint",
             ),
-            (
-                code in BUSY_CODES and status not in (0, 408, 429) and status < 500,
+            Cause(
+                is_busy,
                 Garbled,
                 f"{self.host} could not answer just now, {TRIES} times ({answered}); restart when it "
                 f"is less busy: a run resumes from its last checkpoint",
             ),
-            # obstore does not repeat a listing whose answer was interrupted
-            (
-                unavailable and not isinstance(e, PermissionError),
-                Garbled if "ListResponseBody" in text else OSError,
-                f"no complete answer from {self.host} "
-                f"({answered if status else 'no connection, or it was interrupted'}); "
-                f"check the network and {self.setting}, then restart: a run resumes from its last "
-                f"checkpoint",
+            Cause(
+                failure.unavailable and not issubclass(failure.kind, PermissionError),
+                # obstore does not repeat a listing whose answer was interrupted
+                Garbled if is_listing else OSError,
+                f"no complete answer from {self.host} ({unanswered}); check the network and {self.setting}, then "
+                f"restart: a run resumes from its last checkpoint",
             ),
-            (
+        ]
+
+    def _causes_of_access(self, failure: "Failure") -> "list[Cause]":
+        """Why the service refuses a request. The last cause is always true."""
+        status, code, answered = failure.status, failure.code, failure.answered
+        keys = KEYS_HINT[self.scheme]
+        is_denied = issubclass(failure.kind, PermissionError) or status in (401, 403)
+        return [
+            Cause(
                 code == "InvalidObjectState",
                 OSError,
                 f"the object is archived, so it cannot be read ({answered}); restore it from the archive first",
             ),
-            (
-                moved or code in REGION_CODES,
+            Cause(
+                failure.moved or code in REGION_CODES,
                 PermissionError,
                 f"the bucket is in another region, or behind another address ({answered if status else 'a redirect'}); "
                 f"set AWS_DEFAULT_REGION to the bucket's region, and check {self.setting}",
             ),
-            (
+            Cause(
                 code in EXPIRED_CODES,
                 PermissionError,
                 f"access denied ({answered}): the temporary credentials have expired or are not valid; renew them, and "
                 f"check {keys} and AWS_SESSION_TOKEN",
             ),
-            (
+            Cause(
                 code.startswith("KMS."),
                 PermissionError,
                 f"the key that encrypts the object cannot be used ({answered}); check it, and the permission to use it",
             ),
-            (
-                denied,
+            Cause(
+                is_denied,
                 PermissionError,
                 f"access denied ({answered}); check {keys} and their permissions, {self.setting} "
                 f"and AWS_DEFAULT_REGION",
             ),
-            (
+            Cause(
                 True,
                 OSError,
                 f"{self.host} refused the request ({answered}); check the path and {self.setting}",
             ),
         ]
-        return next(kind(f"{path}: {sentence}") for test, kind, sentence in causes if test)
 
 
 open_bucket = functools.cache(Bucket)  # one client for all requests with the same timeouts
@@ -642,16 +703,6 @@ _objects: dict[str, Stat | None] = {}
 _listed: set[str] = set()  # folders whose objects are all in _objects
 
 
-def forget() -> None:
-    """Drop listings, cached parts and clients when a launch begins."""
-    with _lock:
-        _objects.clear()
-        _listed.clear()
-    kept_range.cache_clear()
-    open_bucket.cache_clear()
-    ANSWERED.clear()
-
-
 def open_path(path: str) -> "RemotePath":
     """The RemotePath for a string. ValueError if it may hold a secret or names no bucket."""
     if len(RemotePath(path).parts) > 1:
@@ -659,27 +710,16 @@ def open_path(path: str) -> "RemotePath":
     return RemotePath(path)
 
 
-class RemotePath(PosixPath):
-    """A read-only path in object storage: a file if it is an object, a folder if objects exist
-    below it. It is a pathlib.Path because 12 modules call exists, rglob or stat on data paths in
-    about 45 places; none of these needs a special case."""
+class RemotePath(Remote):
+    """A path in object storage."""
 
-    def __str__(self) -> str:
-        return url(super().__str__())
+    def is_dir(self) -> bool:
+        return next(self.walk(), None) is not None
 
-    __fspath__ = __str__
-
-    def is_dir(self, **_: Any) -> bool:
-        return next(self.rglob("*"), None) is not None
-
-    def is_file(self, **_: Any) -> bool:
+    def is_file(self) -> bool:
         return self._stat() is not None
 
-    def exists(self, **_: Any) -> bool:
-        return self.is_dir() or self.is_file()
-
-    def rglob(self, pattern: str, **_: Any) -> Iterator["RemotePath"]:  # type: ignore[override]
-        """The objects below this path whose names match."""
+    def walk(self) -> Iterator["RemotePath"]:
         name = str(self).rstrip("/")
         if len(self.parts) == 1:  # "s3:", whose buckets are not listed
             return iter(())
@@ -691,7 +731,7 @@ class RemotePath(PosixPath):
             below = [
                 path for path, stat in _objects.items() if stat and path.startswith(f"{name}/")
             ]
-        return (path for path in map(RemotePath, below) if path.match(pattern))
+        return map(RemotePath, below)
 
     def _stat(self) -> Stat | None:
         """The object's first state in this launch, None if it did not exist."""
@@ -709,23 +749,28 @@ class RemotePath(PosixPath):
             raise FileNotFoundError(f"{self}: no such object")
         return stat
 
-    def stat(self, **_: Any) -> os.stat_result:
+    def stat(self) -> os.stat_result:
         """The size, and the mode of a read-only file."""
         return os.stat_result((0o100444, 0, 0, 1, 0, 0, self.pinned().size, 0, 0, 0))
 
-    def open(self, mode: str = "r", buffering: int = -1, *_: Any, **__: Any) -> Any:
-        """The object as a binary file that requests at least `buffering` bytes at once."""
-        assert mode == "rb", "objects are only read, as bytes"
+    def etag(self) -> str:
+        return self.pinned().etag
+
+    def open(self, mode: Literal["rb"], buffering: int = -1) -> BinaryIO:
         return io.BufferedReader(RemoteFile(self.pinned()), max(buffering, io.DEFAULT_BUFFER_SIZE))
 
-    def resolve(self, strict: bool = False) -> "RemotePath":
-        return self
-
-    absolute = expanduser = resolve
-
     def open_reader(self, dtype: np.dtype) -> RemoteReader:
-        """A reader of the object's elements."""
         return RemoteReader(self, dtype)
+
+    @staticmethod
+    def forget() -> None:
+        """Drop listings, cached parts and clients."""
+        with _lock:
+            _objects.clear()
+            _listed.clear()
+        kept_range.cache_clear()
+        open_bucket.cache_clear()
+        ANSWERED.clear()
 
     def local_copy(self, cache: Path | str | None = None) -> Path:
         """A local copy in CACHE/BUCKET/FOLDER. Its name begins with a hash of size and ETag, so

@@ -41,7 +41,7 @@ import logging
 import os
 import pickle
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from io import BytesIO
 from itertools import chain, product
@@ -52,7 +52,15 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 import tiktoken
 
-from nanochat.common import as_path, check_shape, hash_bytes, hash_json, local_copy, parse_json
+from nanochat.common import (
+    AnyPath,
+    as_path,
+    check_shape,
+    hash_bytes,
+    hash_json,
+    local_copy,
+    parse_json,
+)
 from nanochat.tokenizer import (
     JSON_FILE,
     MAX_IDS,
@@ -407,30 +415,36 @@ def open_third_party(name: str, eod_token: str | None = None) -> Tokenizer:
     return tokenizer
 
 
-def named_ends(folder: Path) -> list[str | int]:
+def named_ends(folder: AnyPath) -> list[str | int]:
     """The EOS and BOS that the files beside a tokenizer.json name, EOS first."""
     ends: list[str | int] = []
-    files = [file for file in map(folder.joinpath, SIBLINGS) if file.is_file()]
+    siblings = [folder / name for name in SIBLINGS]
+    files = [file for file in siblings if file.is_file()]
     values = {
-        file: parse_json(local_copy(file).read_bytes(), file, dict, remedy="repair or delete it")
+        file: parse_json(
+            local_copy(file).read_bytes(), str(file), dict, remedy="repair or delete it"
+        )
         for file in files
     }
     for name, file in product(("eos_token", "bos_token"), files):
         token = values[file].get(name)
         token = token.get("content", token) if isinstance(token, dict) else token
-        check_shape(token, str | None, file, field=name)
+        check_shape(token, str | None, str(file), field=name)
         ends += [token] if token else []
     return ends
 
 
-def _find_file(path: Path) -> Path:
+def _find_file(path: AnyPath) -> AnyPath:
     """The tokenizer file at a path, or in the folder at that path. FileNotFoundError if there is
     none, ValueError if there is only one of SentencePiece."""
     is_folder = path.is_dir()
     for file in [path / JSON_FILE, path / "tokenizer.pkl"] if is_folder else [path]:
         if file.is_file() and file.suffix in (".json", ".pkl"):
             return file
-    for file in path.glob("*.model") if is_folder else [path]:
+    others: Iterable[AnyPath] = [path]
+    if is_folder:
+        others = path.glob("*.model") if isinstance(path, Path) else []
+    for file in others:
         if file.is_file() and file.suffix == ".model":
             raise ValueError(
                 f"--tokenizer {file}: SentencePiece's format is not read; convert it to tokenizer.json "

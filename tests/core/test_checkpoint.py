@@ -363,6 +363,15 @@ def test_only_what_this_program_wrote_under_that_name_is_deleted(tmp_path, caplo
     assert not caplog.records
 
 
+def test_a_checkpoint_that_is_kept_forever_is_neither_deleted_nor_counted(tmp_path):
+    for step in range(1, 7):
+        reseal(small(tmp_path, step), kept=step % 2 == 0, by_time=step < 6)
+    by_time = ckpt.prune(tmp_path, 6, {})
+    assert by_time == ["checkpoint-1"], "3 and 5 are the newest two"
+    assert ckpt.prune(tmp_path, 6, {}, keep_last_k=1) == ["checkpoint-3"]
+    assert names(tmp_path) == [f"checkpoint-{step}" for step in (2, 4, 5, 6)]
+
+
 def test_a_checkpoint_that_cannot_be_deleted_stays_with_a_warning_and_the_others_go(
     tmp_path, caplog
 ):

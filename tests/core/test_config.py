@@ -76,7 +76,6 @@ def test_help_shows_each_flag_with_its_default():
 @pytest.mark.parametrize(
     ("argv", "error"),
     [
-        (["--init-optimizer"], "name that other run with --init-from=RUN"),
         (["--skip-steps=-1"], "--skip-steps: got -1"),
         (["--max-grad-norm=0"], "--max-grad-norm: got 0.0"),
         (
@@ -137,6 +136,10 @@ def test_help_shows_each_flag_with_its_default():
         *(
             ([f"--profile-steps={value}"], f"--profile-steps: got '{value}', expected A")
             for value in ("7", "9:9", "-1:x")
+        ),
+        *(
+            ([f"--save-at={value}"], f"--save-at: got '{value}', expected log, or steps separated")
+            for value in ("", "1,,2", "-1", "1.5", "1, 2", "logs", "log,5", "9" * 13)
         ),
         (["--order=megatron"], "--data-format is text"),
         (
@@ -328,6 +331,8 @@ OLD = {
     "row_losses": False,
     "tokenizer_dir": "x",
     "object_storage_cache": "/cache",
+    "init_optimizer": False,
+    "init_data": "fresh",
     "split": None,
     "blend_weights": None,
     "eod_mask_loss": False,

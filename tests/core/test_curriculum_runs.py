@@ -87,7 +87,7 @@ def halt(curriculum, *words, **changed):
     outcome = training.run(**command(curriculum, dry=True, **changed))
     assert outcome.code == 3 and "Traceback" not in outcome.err, outcome.err
     last = outcome.out.splitlines()[-1]
-    assert all(word in last for word in ("halted", "--init-from=run", *words)), last
+    assert all(word in last for word in ("halted", "--fork-from=run", *words)), last
     return last
 
 
@@ -238,14 +238,8 @@ def test_a_halted_run_keeps_its_curriculum_and_a_new_run_continues_with_another(
     refuse(
         more, "--curriculum", '{"tiny":1,"web":1}', "max_epochs", "--model-tag", "--init-from=run"
     )
-    succeed(
-        more,
-        num_iterations=2,
-        model_tag="next",
-        init_from="run",
-        init_data="continue",
-        init_optimizer=True,
-    )
+    halted = len(steps())
+    succeed(more, num_iterations=halted + 2, model_tag="next", fork_from="run")
     after = rows("final", "next")
     assert {b for b in after if after[b] > before.get(b, 0)} == {"web", "tiny"}, (
         "the new run repeats nothing"

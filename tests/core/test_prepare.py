@@ -15,15 +15,8 @@ import pytest
 from nanochat import prepare
 from nanochat.common import Stop, stops_if
 from nanochat.files import data_at
-from nanochat.sources import (
-    check,
-    check_files,
-    fingerprint,
-    open_source,
-    read_manifests,
-    scan,
-    warn_of_arrivals,
-)
+from nanochat.pins import fingerprint, read_manifests
+from nanochat.sources import check, check_files, open_source, scan, warn_of_arrivals
 from nanochat.splits import pin_files
 from nanochat.text import Selection
 from scripts import inspect_data, receipt, verify

@@ -12,7 +12,8 @@ import pytest
 
 from nanochat import parquet_source, prepare, sources, text, text_kinds
 from nanochat.parquet_source import ParquetSource
-from nanochat.sources import check, fingerprint, scan
+from nanochat.pins import fingerprint
+from nanochat.sources import check, scan
 from tests.spec.test_sources import EXPECTED, GROUP, grouped, open_source, texts_of
 from tests.token_files import patch
 from tests.toy import ByteTokenizer, compressed, some_texts, write_jsonl, write_parquet

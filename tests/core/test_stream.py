@@ -4,12 +4,11 @@ tests/core/test_stream_laws.py."""
 import numpy as np
 import pytest
 
-from nanochat.curriculum import Curriculum, Phase
 from nanochat.order import StreamConfig
 from nanochat.rows import Packed
-from nanochat.stream import Stream, carry_on, stream_identity
+from nanochat.stream import Stream
 from tests.spec.test_stream import BASE, saved
-from tests.toy import MemorySource, Ranks, fixed_source, json_copy, stream_config
+from tests.toy import MemorySource, Ranks, fixed_source, stream_config
 
 # ---- cursors -------------------------------------------------------------------------------------
 
@@ -82,45 +81,3 @@ def test_split_keeps_the_unused_part_of_a_long_document_compressed():
 
 
 # ---- curricula -----------------------------------------------------------------------------------
-
-
-def test_another_curriculum_is_refused_and_a_new_run_continues_each_bucket_where_it_was():
-    sources = {
-        "a": fixed_source(),
-        "b": fixed_source(4, 7, "other"),
-        "c": fixed_source(6, 9, "new"),
-    }
-    old = StreamConfig(
-        T=16,
-        V=2,
-        buffer_size=4,
-        curriculum=Curriculum(
-            [Phase(40 * 32, {"a": 3, "b": 1}), Phase(40 * 32, {"a": 1, "b": 1})],
-            max_epochs={"a": 0, "b": 0},
-        ),
-    )
-    new = StreamConfig(
-        T=16,
-        V=2,
-        buffer_size=4,
-        curriculum=Curriculum([Phase(40 * 32, {"b": 1, "c": 1})], max_epochs={"b": 0, "c": 0}),
-    )
-    stream = Stream(old, {k: sources[k] for k in "ab"}, range(2), tokenizer="t")
-    stream.next_rows(12)
-    saved = json_copy(stream.cursors())
-    stream.close()
-    with pytest.raises(ValueError, match="belongs to another stream"):
-        Stream(new, sources, range(2), tokenizer="t", cursors=saved)
-    identity = stream_identity(new, {k: sources[k] for k in "bc"}, "t")
-    changed = Stream(new, sources, range(2), tokenizer="t", cursors=carry_on(saved, identity))
-    now = changed.cursors()
-    changed.next_rows(4)
-    changed.close()
-    for before, after in zip(saved, now):
-        assert (
-            after["row"] == 0
-            and after["buckets"]["c"]["row"] == 0
-            and set(after["buckets"]) == {"b", "c"}
-        )
-        assert after["buckets"]["b"] == before["buckets"]["b"]
-    assert carry_on(saved, stream.identity) == saved, "the same curriculum continues everything"

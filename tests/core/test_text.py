@@ -13,7 +13,8 @@ import pytest
 from nanochat import prepare, text_kinds
 from nanochat.files import data_at, find_files
 from nanochat.parquet_source import ParquetSource
-from nanochat.sources import check, fingerprint, scan
+from nanochat.pins import fingerprint
+from nanochat.sources import check, scan
 from nanochat.splits import split_train_val
 from nanochat.text import Selection
 from nanochat.text_kinds import read_texts

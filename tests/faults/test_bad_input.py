@@ -289,14 +289,6 @@ FLAGS = [
             ("a different architecture", "no weights were loaded", "--model-tag", "n_layer"),
         ),
         ("--init-from=run --head-dim=6", ("a different architecture", "n_head")),
-        (
-            "--init-from=run --lanes=8 --init-data=continue",
-            ("--init-data=continue", "another stream", "--init-data=fresh"),
-        ),
-        (
-            "--init-from=run --long-docs=split --init-data=continue",
-            ("--init-data=continue", "long_docs"),
-        ),
     ]
 ] + [
     (

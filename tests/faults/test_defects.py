@@ -15,8 +15,8 @@ from nanochat import run_journal
 from nanochat.checkpoint import load_plain
 from nanochat.curriculum import Curriculum
 from nanochat.order import StreamConfig
+from nanochat.pins import read_manifests
 from nanochat.plan import read_plan
-from nanochat.sources import read_manifests
 from nanochat.stream import open_stream
 from scripts import base_train, compare_runs, report, verify
 from tests import training

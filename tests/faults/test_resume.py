@@ -9,6 +9,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import sys
 import time
 import types
@@ -306,37 +307,32 @@ def test_a_folder_that_is_not_a_complete_run_is_renamed_and_never_deleted(refere
 
 
 def inspected(*argv):
-    """The JSON lines of scripts.inspect_data on the run, which must agree with the log."""
+    """The JSON lines of scripts.inspect_data on a run, which must agree with the log."""
     with contextlib.redirect_stdout(io.StringIO()) as out:
-        assert inspect_data.main([*argv, str(training.run_dir())]) == 0, out.getvalue()
+        assert inspect_data.main([*map(str, argv)]) == 0, out.getvalue()
     return [json.loads(line) for line in out.getvalue().splitlines() if line.startswith("{")]
 
 
-def test_a_new_run_skips_rows_once_wherever_it_is_killed(reference):
-    settings = {"num_iterations": 9, "sync_save": True, "skip_steps": 3}
-    for kill_after, saved in ((2, []), (6, ["checkpoint-4"])):
-        start(hook=partial(die_after_step, kill_after), **settings).wait_for_death()
-        assert checkpoints() == saved
-    finish(2, **settings)
-    assert digests() == reference["digests"][3:12]
-    assert load_checkpoint(final()).cursors[0]["row"] == 12 * 2
-    assert "--skip-steps: the run has 3, this launch 0" in refuse(num_iterations=14)
-    assert [line["match"] for line in inspected("digest", "--steps=0:9")] == [True] * 9
-
-
-def test_after_a_loss_spike_a_new_run_continues_behind_its_rows(reference):
-    """The usual remedy: the weights of the checkpoint before the spike, and the data after it."""
+def test_after_a_loss_spike_a_fork_skips_its_rows_once_wherever_it_is_killed(reference):
+    """The usual remedy: the checkpoint before the spike, and the data after it."""
     shutil.copytree(reference["path"], training.run_dir("long"))
-    more = {
-        "init_from": "long@4",
-        "init_data": "continue",
-        "init_optimizer": True,
-        "save_every": -1,
+    settings = {
+        "fork_from": "long@4",
+        "model_tag": "fork",
+        "skip_steps": 3,
+        "num_iterations": 9,
+        "save_every": 4,
+        "sync_save": True,
     }
-    succeed(skip_steps=4, num_iterations=4, **more)
-    assert digests() == reference["digests"][8:12]
-    assert [line["match"] for line in inspected("digest", "--steps=0:4")] == [True] * 4
-    assert inspected("rows", "--json", "--step=0")[0]["lane_row"] == 8 * 2
+    for kill_after, saved in ((5, ["checkpoint-4"]), (8, ["checkpoint-4", "checkpoint-8"])):
+        start(hook=partial(die_after_step, kill_after), **settings).wait_for_death()
+        assert checkpoints("fork") == saved
+    finish(2, **settings)
+    assert digests("fork", 4) == reference["digests"][7:12]
+    assert load_checkpoint(final("fork")).cursors[0]["row"] == 12 * 2
+    folder = training.run_dir("fork")
+    assert [line["match"] for line in inspected("digest", "--steps=4:9", folder)] == [True] * 5
+    assert inspected("rows", "--json", "--step=4", folder)[0]["lane_row"] == 7 * 2
 
 
 # ---- what may change -----------------------------------------------------------------------------
@@ -577,6 +573,46 @@ def test_retention_does_not_count_corrupt_checkpoints():
     output = succeed(save_every=4, num_iterations=5, keep_last_k=2)
     assert checkpoints() == ["checkpoint-2", "checkpoint-3", "checkpoint-4", "final"]
     assert "checkpoint-3 is kept, but does not count as a good checkpoint: " in output.err
+
+
+def saved_at() -> list[int]:
+    return [int(event["checkpoint"].split("-")[1]) for event in events("saved")[:-1]]
+
+
+@pytest.mark.parametrize(
+    ("steps", "kept"), [("0,3,5,100", [0, 3, 5]), ("log", [0, 1, 2, 4, 8]), ("4", [4])]
+)
+def test_the_checkpoints_of_save_at_are_kept_forever(steps, kept):
+    succeed(num_iterations=10, save_every=3, keep_last_k=1, save_at=steps)
+    numbered = sorted({*kept, 9})
+    assert checkpoints() == [*(f"checkpoint-{step}" for step in numbered), "final"]
+
+
+def test_save_at_adds_to_the_saves_of_save_every():
+    succeed(num_iterations=6, save_every=2, save_at="0,3,4")
+    assert saved_at() == [0, 2, 3, 4]
+
+
+def test_a_save_at_step_0_holds_the_new_model_and_nothing_is_saved_again_on_a_resume():
+    start(hook=partial(die_after_step, 0), save_at="0,1", sync_save=True, **SHORT).wait_for_death()
+    assert checkpoints() == ["checkpoint-0"]
+    succeed(save_at="0,1", **SHORT)
+    assert saved_at() == [0, 1]
+    succeed(model_tag="twin", **SHORT)
+    assert digests() == digests("twin") and losses() == losses("twin")
+
+
+def test_a_stop_at_a_step_of_save_at_leaves_a_checkpoint_that_is_kept():
+    hook = partial(training.after_step, 0, partial(training.send, signal.SIGTERM))
+    assert start(hook=hook, save_at="2", **SHORT).wait() == [0]
+    assert checkpoints() == ["checkpoint-2-shutdown"]
+    succeed(save_at="2", **{**SHORT, "save_every": 1, "keep_last_k": 1})
+    assert checkpoints() == ["checkpoint-2-shutdown", "checkpoint-3", "final"]
+
+
+def test_without_save_at_step_0_is_not_saved():
+    succeed(**{**SHORT, "save_every": 1})
+    assert saved_at() == [1, 2, 3]
 
 
 def test_all_ranks_save_when_a_save_is_due_on_one():

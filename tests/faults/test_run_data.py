@@ -11,7 +11,7 @@ import pytest
 
 from nanochat import tokens
 from nanochat.order import StreamConfig
-from nanochat.sources import leave_out
+from nanochat.pins import leave_out
 from nanochat.stream import Stream
 from scripts import compare_runs, tok_shards, validate, verify
 from tests import toy, training

@@ -6,6 +6,7 @@ import json
 import math
 import re
 import shutil
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -14,11 +15,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from nanochat.checkpoint import MODEL_NAME, OPTIMIZER_NAME, load_checkpoint
+from nanochat.common import read_json, write_json
 from nanochat.run_dir import cursor_files
 from scripts import average, compare_runs, tok_shards
 from tests import training
 from tests.checkpoints import reseal
 from tests.finished import RUN, STEPS, command, copy
+from tests.forks import as_fork
 
 WEIGHT = "transformer.h.0.attn.c_q.weight"
 
@@ -174,6 +177,207 @@ def test_two_experiments_get_tables_of_settings_and_of_results_at_equal_numbers_
     assert [row[4] for row in rows] == [float(f"{deep[s]:.4g}") for s in (0, 4, 8)]
     assert rows[2][3] == float(f"{a[4]:.4g}") and rows[1][3] == float(f"{(a[0] + a[4]) / 2:.4g}")
     assert "transformer.h.2.attn.c_q.weight: only b has it" in compare("a", "deep", "--tensors")[2]
+
+
+# ---- forks --------------------------------------------------------------------------------------
+
+
+def make_fork(base, tag, parent, step, *, log_of_parent="a", **changes):
+    """A fork of a run that has trained to the same end, with the same bits."""
+    path = shutil.copytree(base / "runs" / log_of_parent, base / "runs" / tag)
+
+    def own(record):
+        return record if record["step"] >= step or record.get("event") == "started" else None
+
+    def begins(record):
+        return record | ({"step": step} if record.get("event") == "started" else {})
+
+    rewrite_log(path, own)
+    rewrite_log(path, begins)
+    for checkpoint in (path / "checkpoints").iterdir():
+        if load_checkpoint(checkpoint).step < step:
+            shutil.rmtree(checkpoint)
+    for saved, file in cursor_files(path).items():
+        if saved < step:
+            file.unlink()
+    return as_fork(path, parent, step, **changes)
+
+
+def differ(path, name, first):
+    """Change a value of the log from a step on."""
+
+    def changed(record):
+        is_later = "event" not in record and record["step"] >= first
+        return record | ({name: "f" * 16 if name == "digest" else 9.5} if is_later else {})
+
+    rewrite_log(path, changed)
+
+
+@pytest.fixture
+def family(base, tmp_path, monkeypatch):
+    """A base directory with a copy of the run `a`."""
+    shutil.copytree(base / "runs" / "a", tmp_path / "runs" / "a")
+    monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path))
+    return tmp_path
+
+
+def parting(*argv):
+    """The four lines about where two histories part."""
+    rest = compare(*argv)[2].splitlines()
+    begin = next((i for i, line in enumerate(rest) if line.startswith("common history: ")), None)
+    return None if begin is None else rest[begin : begin + 4]
+
+
+RATE = {"matrix_lr": [0.02, 0.01]}
+ROWS = {"packing": ["bestfit", "concat"]}
+MASK = {"attention_mode": ["causal", "sdpa_mask"]}
+PHASE = {"duration_tokens": STEPS * training.STEP, "mix": {"data": 1.0}}
+MIXTURE = {"curriculum": [None, {"phases": [PHASE]}]}
+
+
+def test_a_fork_that_changes_nothing_equals_its_parent_from_its_first_step_on(family):
+    make_fork(family, "b", "a", 4)
+    equal, summary, _ = compare("a", "b")
+    assert equal and summary.startswith("equal bit for bit: 4 digests, 4 losses, checkpoint 4 (")
+    assert parting("a", "b") == [
+        "common history: a, until step 4",
+        "a: a itself",
+        "b: b forks at step 4 (nothing changed)",
+        "as expected: they do the same, and no digest, loss or weight differs",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("changes", "name", "first", "expected"),
+    [
+        (
+            RATE,
+            "loss",
+            5,
+            "as expected: the loss of step 5 is the first difference: matrix_lr acts on the update of step 4, so on "
+            "the loss of step 5",
+        ),
+        (RATE, "loss", 4, "unexpected: the loss of step 4 differs, but matrix_lr acts on the upd"),
+        (RATE, "digest", 4, "unexpected: the digest of step 4 differs, but matrix_lr acts on"),
+        (RATE, "loss", 6, "unexpected: matrix_lr acts on the update of step 4, so on the loss of"),
+        (RATE, "loss", 99, "unexpected: matrix_lr acts on the update of step 4, so on the loss of"),
+        (ROWS, "digest", 4, "as expected: the digest of step 4 is the first difference: packing"),
+        (ROWS, "digest", 5, "unexpected: packing acts on the rows of step 4, but they are equal"),
+        (MIXTURE, "digest", 6, "as expected: the digest of step 6 is the first difference: curr"),
+        (MASK, "loss", 4, "as expected: the loss of step 4 is the first difference: attention_"),
+        ({"z_loss": [0.0, 1.0]}, "grad_norm", 4, "as expected: the gradient norm of step 4 is"),
+        ({"max_grad_norm": [None, 1.0]}, "loss", 6, "as expected: the loss of step 6 is the first"),
+        ({}, "loss", 6, "unexpected: no change should act by then, but the loss of step 6 differs"),
+        ({"eval_every": [4, 2]}, "loss", 99, "as expected: they do the same, and no digest"),
+        (RATE | ROWS, "digest", 4, "as expected: the digest of step 4 is the first difference: pa"),
+    ],
+)
+def test_the_first_difference_is_compared_with_the_one_that_the_changes_must_make(
+    family, changes, name, first, expected
+):
+    differ(make_fork(family, "b", "a", 4, **changes), name, first)
+    *_, verdict = parting("a", "b")
+    assert verdict.startswith(expected)
+    assert parting("b", "a")[3] == verdict, "the order of the arguments matters"
+
+
+@pytest.mark.parametrize(
+    ("changed", "expected"),
+    [
+        ({}, "as expected: they do the same, and no digest, loss or weight differs"),
+        ({"matrix_lr": 0.05}, "as expected: the loss of step 5 is the first difference: matrix_lr"),
+        ({"num_iterations": 16}, "as expected: the loss of step 5 is the first difference: num_"),
+        ({"long_docs": "split"}, "as expected: the digest of step 4 is the first difference: long"),
+        ({"skip_steps": 1}, "as expected: the digest of step 4 is the first difference: skip_ste"),
+        ({"total_batch_size": 1024}, "as expected: the digest of step 4 is the first difference: "),
+        ({"z_loss": 0.1}, "as expected: the gradient norm of step 4 is the first difference: z_l"),
+        ({"attention_mode": "sdpa_mask"}, "as expected: the loss of step 4 is the first differe"),
+    ],
+    ids=str,
+)
+def test_a_fork_that_has_trained_parts_from_its_parent_where_it_must(base, changed, expected):
+    tag = "_".join(changed) or "same"
+    words = {"fork_from": "a@4", "model_tag": tag, **changed}
+    with mock.patch.object(training, "flags", lambda **named: training.as_flags(named)):
+        training.succeed(**words)
+    assert parting("a", tag)[3].startswith(expected)
+
+
+def test_another_horizon_acts_at_the_first_step_with_other_rates(family):
+    """The run of 8 steps has a warmup of 2 steps and a warmdown of the last 5."""
+    path = make_fork(family, "b", "a", 2, num_iterations=[8, 16], weight_decay=[0.28, 0.0])
+    config = read_json(path / "config.json")
+    derived = config["derived"] | {"num_iterations": 16, "weight_decay_scaled": 0.0}
+    write_json(path / "config.json", config | {"derived": derived})
+    parent = family / "runs/a/config.json"
+    config = read_json(parent)
+    derived = config["derived"] | {"weight_decay_scaled": 0.0}
+    write_json(parent, config | {"derived": derived})
+
+    def longer(record):
+        return record | ({"num_iterations": 16} if "world_size" in record else {})
+
+    rewrite_log(path, longer)
+    warmdown_starts = 3
+    first_update = warmdown_starts + 1
+    differ(path, "loss", first_update + 1)
+    verdict = parting("a", "b")[3]
+    assert verdict.startswith(f"as expected: the loss of step {first_update + 1} is the first")
+
+
+def test_siblings_and_grandchildren_are_compared_from_where_their_histories_part(family):
+    make_fork(family, "early", "a", 2, **RATE)
+    differ(family / "runs" / "early", "loss", 3)
+    late = make_fork(family, "late", "a", 6)
+    make_fork(family, "deep", "early", 4, log_of_parent="early", **ROWS)
+    differ(family / "runs" / "deep", "digest", 4)
+    of_rate = "as expected: the loss of step 3 is the first difference: matrix_lr acts on the update of step 2, so on "
+    assert parting("early", "late") == [
+        "common history: a, until step 2",
+        "a: early forks at step 2 (matrix_lr 0.02 -> 0.01)",
+        "b: late forks at step 6 (nothing changed)",
+        of_rate + "the loss of step 3",
+    ]
+    assert parting("a", "deep") == [
+        "common history: a, until step 2",
+        "a: a itself",
+        "b: early forks at step 2 (matrix_lr 0.02 -> 0.01), then deep forks at step 4 (packing "
+        '"bestfit" -> "concat")',
+        of_rate + "the loss of step 3",
+    ]
+    assert parting("deep", "early")[3].startswith("as expected: the digest of step 4 is the first")
+    assert (
+        "digests: 5 equal" not in compare("a", late)[2]
+        and "digests: 2 equal" in compare("a", late)[2]
+    )
+
+
+def test_the_same_change_at_the_same_step_is_no_difference(family):
+    for tag in ("b", "c"):
+        make_fork(family, tag, "a", 4, **RATE)
+    assert parting("b", "c")[3].startswith("as expected: they do the same")
+
+
+def test_forks_of_a_deleted_run_are_still_siblings(family):
+    for tag in ("b", "c"):
+        make_fork(family, tag, "a", 4, **(ROWS if tag == "c" else {}))
+    shutil.rmtree(family / "runs" / "a")
+    differ(family / "runs" / "c", "digest", 4)
+    first, *_, verdict = parting("b", "c")
+    assert first == "common history: a (no longer exists), until step 4"
+    assert verdict.startswith("as expected: the digest of step 4")
+
+
+def test_a_change_that_acts_after_the_last_common_step_is_not_seen_yet(family):
+    make_fork(family, "b", "a", 7, **RATE)
+    shutil.rmtree(family / "runs/a/checkpoints/final")
+    verdict = parting("a", "b")[3]
+    assert verdict.startswith("as expected: nothing differs yet: matrix_lr acts on the update of s")
+
+
+def test_runs_without_a_common_ancestor_have_no_common_history(family, base):
+    assert parting("a", base / "runs" / "seed") is None
+    assert parting("a", "a") is None
 
 
 # ---- corrupt or missing parts --------------------------------------------------------------------

@@ -120,21 +120,16 @@ def test_killed_and_resumed_on_other_processes_with_other_micro_batches_it_is_th
 
 
 def test_a_new_run_continues_the_data_of_another(workplace):
-    more = {"init_from": "whole@4", "init_data": "continue"}
-    error = training.refuse(**{**workplace, "num_iterations": 7}, **more)
-    assert (
-        "would take 88 samples, but its order has 80" in error and "set --num-iterations 6" in error
-    )
-    succeed(**{**workplace, "num_iterations": 3}, **more)
-    assert digests() == digests("whole")[4:7]
-    assert read_json(run_dir() / "config.json")["num_samples"] == R * STEPS
-    error = training.refuse(
-        **{**workplace, "num_iterations": 3, "model_tag": "other", "seed": 1}, **more
-    )
-    assert re.search(
-        r"--init-data=continue: cursor of lane 0 belongs to another stream \(.*seed was 42, now 1",
-        error,
-    )
+    more = {"fork_from": "whole@4", "model_tag": "child"}
+    error = training.refuse(**{**workplace, "num_iterations": 11}, **more)
+    assert "would take 88 samples, but its order has 80" in error
+    assert "set --num-iterations 10" in error
+    succeed(**{**workplace, "num_iterations": 7}, **more)
+    assert digests("child", 4) == digests("whole")[4:7]
+    assert read_json(run_dir("child") / "config.json")["num_samples"] == R * STEPS
+    more["model_tag"] = "other"
+    error = training.refuse(**{**workplace, "num_iterations": 7, "seed": 1}, **more)
+    assert "--seed was 42 and is 1" in error
 
 
 # ---- other lengths and flags ---------------------------------------------------------------------

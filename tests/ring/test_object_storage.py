@@ -143,10 +143,8 @@ def test_a_missing_package_is_a_sentence_that_names_it(monkeypatch):
 def test_a_folder_is_listed_once(store):
     store.put("a/b/x.idx", b"1")
     root = as_path(store.path("a"))
-    assert sorted(map(str, root.rglob("*"))) == [store.path("a/b/x.idx"), store.path(KEY)]
-    assert (
-        [p.name for p in root.rglob("*.idx")] == ["x.idx"] and root.is_dir() and not root.is_file()
-    )
+    assert sorted(map(str, root.walk())) == [store.path("a/b/x.idx"), store.path(KEY)]
+    assert root.is_dir() and not root.is_file()
     assert (root / "tokens.bin").stat().st_size == TOKENS.nbytes and len(
         (root / "tokens.bin").pinned().etag
     ) > 10
@@ -489,7 +487,7 @@ def test_keys_that_might_hold_a_secret_are_skipped_with_one_warning(store, caplo
     keys = ("mail/a@b.bin", "mail/a:b@c.bin", "mail/q%3Fx.bin")
     for key in keys:
         store.put(key, b"1")
-    assert [str(path) for path in as_path(store.path("mail")).rglob("*")] == [
+    assert [str(path) for path in as_path(store.path("mail")).walk()] == [
         store.path("mail/a@b.bin")
     ]
     assert "skipping 2 objects" in caplog.text

@@ -17,6 +17,7 @@ from nanochat.run_dir import RowLosses, keep_cursors, pack_cursors, read_log
 from nanochat.run_reader import RunReader
 from scripts import page
 from tests.finished import command
+from tests.forks import as_fork
 from tests.training import PATIENCE_S
 
 EVIL = "</script><img src=x onerror=alert(1)>{{data}}<!--"
@@ -226,6 +227,54 @@ def test_two_runs_show_the_settings_that_differ(runs, tmp_path):
     differs = text[text.index("<h3>What differs</h3>") :].partition("</table>")[0]
     assert re.findall(r"<td>(.*?)</td>", differs) == ["depth", "2", "7"]
     assert [run["digests"][30] for run in data["runs"]] == [f"{30:016x}", "f" * 16]
+
+
+@pytest.fixture
+def forks(tmp_path):
+    """A run and its fork at step 20, with the fork's fork at step 30 named first."""
+    folders = [tmp_path / name for name in ("a-fork-of-warm", "mine", "warm")]
+    deep, mine, warm = folders
+    make_run(mine)
+    for path, parent, first, lr in ((warm, "mine", 20, 0.01), (deep, "warm", 30, 0.04)):
+        (path / "logs").mkdir(parents=True)
+        steps = [step(i, total_training_time=0.5 * (i + 1)) for i in range(first, STEPS)]
+        started = {"event": "started", "step": first, "world_size": 1, "device": "cpu"}
+        lines = [{**started, "torch": "2.13.0"}, *steps]
+        log = "".join(json.dumps(line) + "\n" for line in lines)
+        (path / "logs" / "train.jsonl").write_text(log)
+        derived = {"flops_per_token": 1000, "num_iterations": STEPS}
+        write_json(path / "config.json", {"max_seq_len": T, "derived": derived})
+        as_fork(path, parent, first, tokens=160 * first, matrix_lr=[0.02, lr])
+    return folders
+
+
+def test_forks_start_where_they_branch_off_in_the_charts_of_their_parents(forks, tmp_path):
+    _, data = write(forks, tmp_path / "page.html")
+    mine, warm, deep = data["runs"]
+    assert [run["name"] for run in data["runs"]] == ["mine", "warm", "a-fork-of-warm"]
+    assert [run["is_fork"] for run in data["runs"]] == [False, True, True]
+    for run, first in ((warm, 20), (deep, 30)):
+        assert run["axes"][0]["steps"] == [*range(first, STEPS)]
+        assert run["axes"][0]["tokens"] == mine["axes"][0]["tokens"][first:]
+        position = {
+            "steps": first,
+            "tokens": 160 * first,
+            "FLOPs": 160_000 * first,
+            "hours": pytest.approx(0.5 * first / 3600),
+        }
+        assert run["launches"][0]["from"] == position
+        assert curves(run)[page.LOSS, "loss"] == curves(mine)[page.LOSS, "loss"][first:]
+
+
+def test_the_card_of_a_fork_names_its_parent_its_step_and_what_changed(forks, tmp_path):
+    text, _ = write(forks, tmp_path / "page.html")
+    shown = unescape(text)
+    assert "It is a fork of mine@20 (after 3,200 tokens): matrix_lr 0.02 -> 0.01." in shown
+    assert "It is a fork of warm@30 (after 4,800 tokens): matrix_lr 0.02 -> 0.04." in shown
+    shutil.rmtree(forks[1])
+    text, data = write(forks[2:], tmp_path / "page.html")
+    assert "(after 3,200 tokens), which no longer exists: matrix_lr" in text
+    assert data["runs"][0]["launches"][0]["from"]["tokens"] == 3200
 
 
 def test_hostile_texts_stay_texts(runs, tmp_path):

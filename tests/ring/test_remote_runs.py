@@ -18,7 +18,7 @@ from nanochat.integrations import object_storage as room
 from nanochat.run_dir import TrainLog
 from nanochat.tokenizer import RustBPETokenizer
 from nanochat.tokens import new_manifest
-from scripts import convert_shards, inspect_data, tok_shards, tok_train, validate, verify
+from scripts import convert_shards, inspect_data, receipt, tok_shards, tok_train, validate, verify
 from tests import training
 from tests.object_store import ACCESS_KEY, QUICK, SECRET_KEY, Fault, put_path
 from tests.token_files import write_megatron, write_pair
@@ -374,6 +374,37 @@ def test_verify_and_validate_read_from_a_bucket(bucket, capsys):
     bucket.put("shards/b.bin", data[:400] + b"\xff\xff" + data[402:])
     assert verify.main(["s3://bucket/shards"]) == 1
     assert "s3://bucket/shards/b.bin: entry" in capsys.readouterr().out
+
+
+def test_the_list_of_documents_that_are_left_out_may_be_an_object(bucket):
+    bucket.put("list.txt", b"a.bin:3\n")
+    succeed(**command("shards", "s3://bucket"), without_documents="s3://bucket/list.txt")
+    pinned = read_json(run_dir() / "data_manifest.json")["train"]["data"]
+    assert pinned["without"] == {"a.bin": [3]}
+
+
+def test_a_folder_without_a_tokenizer_is_one_sentence(bucket):
+    """Regression: SentencePiece's files were looked for in a folder s3:/bucket of this machine."""
+    settings = command("text", "s3://bucket", tokenizer="s3://bucket/data/web")
+    bucket.put("data/web/sentence.model", b"1")
+    assert "--tokenizer s3://bucket/data/web: no tokenizer here" in refuse(**settings)
+
+
+def test_verify_reads_the_pins_of_a_run_that_was_uploaded(bucket, capsys):
+    succeed(**command("shards", "s3://bucket"))
+    bucket.put("run/data_manifest.json", (run_dir() / "data_manifest.json").read_bytes())
+    assert verify.main(["s3://bucket/run"]) == 0
+    assert "all good" in capsys.readouterr().out
+
+
+def test_verify_reads_a_receipt_that_was_uploaded(bucket, capsys, tmp_path):
+    succeed(**command("shards", "s3://bucket"))
+    receipt.main([str(run_dir()), f"--out={tmp_path / 'r.json'}"])
+    bucket.put("receipts/r.json", (tmp_path / "r.json").read_bytes())
+    begin_launch()
+    flags = ["--data-path=s3://bucket/shards", "--tokenizer=s3://bucket/shards/tokenizer"]
+    assert verify.main(["s3://bucket/receipts/r.json", *flags]) == 0
+    assert "trained on these rows" in capsys.readouterr().out
 
 
 # ---- a service that stalls -----------------------------------------------------------------------

@@ -18,6 +18,7 @@ from nanochat.run_owner import exit_code
 from nanochat.run_state import STATE_NAME, identify, read_state
 from nanochat.run_stop import FLAG_NAME
 from scripts import status, stop
+from tests.forks import as_fork
 from tests.training import PATIENCE_S, owner_of, wait_for
 
 ROOT = Path(__file__).parents[2]
@@ -251,6 +252,67 @@ def test_the_table_has_the_named_runs_sorted_and_coloured_on_a_terminal(base, ca
     assert [re.sub(r"\033\[\d+m", "", line) for line in coloured] == plain
     monkeypatch.setenv("NO_COLOR", "1")
     assert lines() == plain
+
+
+def fake_fork(base, name, parent, step, **changes):
+    """A completed run that is a fork."""
+    path = fake_run(base, name, "completed")
+    return as_fork(path, parent, step, **changes)
+
+
+def test_forks_are_below_their_parent_with_their_step_and_changes(base, capsys):
+    for name in ("a", "z"):
+        (fake_run(base, name, "completed") / "config.json").write_text('{"max_seq_len": 64}')
+    fake_fork(base, "b", "z", 20, matrix_lr=[0.02, 0.01], max_grad_norm=[None, 1.0])
+    fake_fork(base, "c", "b", 1030)
+    long = {"phases": [{"mix": {"web": 1}}] * 9}
+    fake_fork(base, "d", "z", 10, curriculum=[None, long])
+    fake_fork(base, "e", "gone", 5)
+
+    def lines(*args):
+        assert status.main([*args]) == 0
+        header, *rows = capsys.readouterr().out.splitlines()
+        begin = header.index("fork")
+        return [(row[:5].rstrip(), row[begin:]) for row in rows]
+
+    of_b = "@20: matrix_lr 0.02 -> 0.01, max_grad_norm null -> 1.0"
+    of_d = f"@10: curriculum null -> {json.dumps(long)[:47]}..."
+    of_e = "gone@5 (no longer exists): nothing changed"
+    assert lines() == [
+        ("a", "-"),
+        ("e", of_e),
+        ("z", "-"),
+        ("  b", of_b),
+        ("    c", "@1,030: nothing changed"),
+        ("  d", of_d),
+    ]
+    assert lines("c", "b") == [("b", f"z{of_b}"), ("  c", "@1,030: nothing changed")]
+    status.main(["c"])
+    assert "fork of          b@1,030: nothing changed\n" in capsys.readouterr().out
+
+
+def test_json_has_the_record_of_a_fork(base, capsys):
+    fake_run(base, "a", "completed")
+    fake_fork(base, "b", "a", 20, matrix_lr=[0.02, 0.01])
+    status.main(["--json"])
+    a, b = json.loads(capsys.readouterr().out)
+    assert a["fork"] is None and b["fork"]["step"] == 20
+    assert b["fork"]["changes"] == {"matrix_lr": [0.02, 0.01]}
+    assert b["parent"] == str(run_dir(base, "a")) == a["run"] and a["parent"] is None
+
+
+def test_runs_whose_records_name_each_other_are_all_listed(base, capsys):
+    fake_fork(base, "a", "b", 1)
+    fake_fork(base, "b", "a", 1)
+    status.main([])
+    assert [line[0] for line in capsys.readouterr().out.splitlines()[1:]] == ["a", "b"]
+
+
+def test_a_corrupt_record_of_a_fork_hides_no_run(base, capsys):
+    path = fake_run(base, "a", "completed")
+    (path / "config.json").write_text('{"max_seq_len": 64, "fork": {"step": "ten"}}')
+    assert status.main([]) == 0
+    assert "completed" in capsys.readouterr().out
 
 
 def test_after_a_kill_status_shows_the_newest_checkpoint_on_disk(base, capsys):

@@ -199,6 +199,16 @@ def test_a_disk_that_is_too_small_is_an_error(workplace, monkeypatch):
     assert code == 1 and "disk" in err and "NANOCHAT_BASE_DIR" in err
 
 
+@pytest.mark.parametrize(
+    ("changed", "number"),
+    [({"save_every": 4}, 3), ({"save_every": 4, "save_at": "0,3,4,99"}, 5), ({"save_at": "0"}, 4)],
+)
+def test_the_disk_must_hold_all_checkpoints_that_the_run_keeps(workplace, changed, number):
+    mix(workplace, 5, 0.01)
+    _, out, _ = checked(**{"num_iterations": 10, "save_every": -1, **changed})
+    assert f"the run keeps {number}\n" in out
+
+
 def test_a_run_with_other_settings_is_refused_as_in_training(workplace):
     mix(workplace, 5, 0.01)
     training.succeed(**given(workplace))

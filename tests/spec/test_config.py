@@ -63,6 +63,7 @@ def changed(name, run=RUN):
         "blend_weights": [1.0, 2.0],
         "log_to": "tensorboard",
         "profile_steps": "1:2",
+        "save_at": "log",
     }
     if name in checked:
         return checked[name]

@@ -57,7 +57,7 @@ DEFERRED = {
     ): "PyTorch, which a download does not need",
     **{
         ("nanochat.run_reader", f"nanochat.{name}"): "Arrow, which scripts.status does not need"
-        for name in ("sources", "stream", "tokens")
+        for name in ("pins", "stream", "tokens")
     },
     ("scripts.compare_runs", "scripts.inspect_data"): "PyTorch, needed only to name what differs",
     ("scripts.export", "nanochat.integrations.fast_encoders"): "tokenizers, for one kind of export",
@@ -141,8 +141,8 @@ def test_every_entry_of_a_door_opens():
     from nanochat.sources import SOURCES
     from nanochat.tokenizer import TOKENIZERS
 
-    tables = (SOURCES, ORDERS, TOKENIZERS, SINKS)
-    entries = [STORAGE, PROFILE, *(entry for table in tables for entry in table.values())]
+    tables = (SOURCES, ORDERS, TOKENIZERS, SINKS, STORAGE)
+    entries = [PROFILE, *(entry for table in tables for entry in table.values())]
     optional = {"tokenizers", "fastokens", "obstore"}  # packages of extras
     for entry in entries:
         try:

@@ -7,12 +7,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from nanochat import prepare
-from nanochat.sources import (
-    check,
-    fingerprint,
-    open_source,
-    scan,
-)
+from nanochat.pins import fingerprint
+from nanochat.sources import check, open_source, scan
 from nanochat.splits import pin_files
 from tests.toy import ByteTokenizer, some_texts, write_jsonl
 

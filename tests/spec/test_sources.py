@@ -9,7 +9,8 @@ import pytest
 
 from nanochat import prepare, sources
 from nanochat.parquet_source import ParquetSource
-from nanochat.sources import check, fingerprint, scan
+from nanochat.pins import fingerprint
+from nanochat.sources import check, scan
 from tests.toy import BOS, ByteTokenizer, some_texts, write_parquet
 
 GROUP = 8

@@ -1,0 +1,216 @@
+"""Pins: what a run stores about the files that it reads, in RUN/data_manifest.json.
+
+    {"train": {BUCKET: MANIFEST, ...}, "val": {BUCKET: MANIFEST, ...}}
+    MANIFEST    {"root": "/disk/set", "files": [PIN, ...]}, and what selects some of the documents
+    PIN         {"name": "web/a.parquet", "size": 812345, "footer": a hash, "groups": [1000, 1000, 37], ...}
+
+A run must always see the same files. `sources.scan_all` pins them when it starts, and
+`sources.check_files` compares them when it resumes: if a file has changed or vanished, an error names
+it. Files that arrive later are not pinned, so the stream ignores them.
+
+**What is hashed.** Hashing whole files at each start would take hours on large data sets. The footer
+of a parquet file holds offsets, sizes and statistics of every column chunk, so a rewritten file has a
+different footer. An object is also known by its ETag, which is compared only if the root is the same,
+because a different storage service gives the same bytes a different ETag.
+
+**Prepared text** (nanochat/prepare.py) is pinned under the name, size and hash of the user's own
+file. Its pin also holds "parquet", the file that is read instead. That is a place on one machine:
+where it does not exist, it is prepared again, and compared.
+
+**Fingerprint.** A hash of the contents of a bucket's files, wherever they are. It is part of every
+checkpoint: a run resumes only with the same data.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NotRequired, TypedDict
+
+import numpy as np
+
+from nanochat.common import AnyPath, as_path, check_shape, hash_json, local_copy, read_json
+from nanochat.text import Selected, Selection, text_tokens
+
+DATA_MANIFEST = "data_manifest.json"  # in the run directory
+UNKNOWN = ""  # the hash of a file that older code did not pin
+
+
+# ---- the records ---------------------------------------------------------------------------------
+
+
+class Pin(TypedDict):
+    """A file of a manifest."""
+
+    name: str  # relative to the root
+    size: int
+    footer: str  # a hash, or UNKNOWN
+    groups: list[int]  # number of documents in each
+    tokens: NotRequired[int]  # an estimate, if `size` gives none
+    etag: NotRequired[str]  # of an object
+    blocks: NotRequired[str]  # a hash of a few blocks of a .bin
+    parquet: NotRequired[str]  # the prepared file; "" if it is not prepared yet
+    written: NotRequired[list[int | str]]  # [size, footer] that older code pinned
+    nulls: NotRequired[
+        int | None
+    ]  # while it is scanned: their number; None: the footer does not say
+    own_size: NotRequired[int]  # in older code's pin of a prepared file
+
+
+class JoinedFiles(TypedDict):
+    """Files that joined a bucket in a fork; see `nanochat.fork`."""
+
+    files: int  # number of the files before them
+    begins: list[list[int]]  # see `nanochat.order.Joined`
+
+
+class Manifest(Selected):
+    """The files of a bucket, and which documents of text are read. They may move to another root."""
+
+    root: str
+    files: list[Pin]
+    without: NotRequired[dict[str, list[int] | None]]  # see `leave_out`
+    joined: NotRequired[list[JoinedFiles]]
+    documents: NotRequired[list[int]]  # [first, end): the only ones that are read
+
+
+Manifests = dict[str, dict[str, Manifest]]  # {"train": {bucket: manifest}, "val": {...}}
+PINNED = {"root": str, "files": [{"name": str, "size": int, "footer": str, "groups": [int]}]}
+
+
+def not_pinned_yet(name: str) -> Pin:
+    """The pin of a file that is to be prepared."""
+    return {"name": name, "parquet": "", "size": 0, "footer": UNKNOWN, "groups": []}
+
+
+def is_prepared(entry: Pin) -> bool:
+    """Whether a run reads a file as prepared parquet."""
+    return "parquet" in entry
+
+
+def place_of(manifest: Manifest, entry: Pin) -> AnyPath:
+    """The file that is read for an entry of a manifest."""
+    return as_path(entry.get("parquet") or as_path(manifest["root"]) / entry["name"])
+
+
+def counts_and_means(manifest: Manifest) -> tuple[np.ndarray, np.ndarray]:
+    """(number of documents in each group, their estimated mean length in tokens) of a manifest, in
+    the order of files, each (G,) int64. The mean is that of the group's file."""
+    counts, means = [], []
+    for entry in manifest["files"]:
+        of_file = np.array(entry["groups"], np.int64)
+        documents = max(1, int(of_file.sum()))
+        tokens = entry.get("tokens", text_tokens(entry["size"], documents))
+        counts.append(of_file)
+        means.append(np.full(len(of_file), max(1, tokens // documents)))
+    return np.concatenate(counts), np.concatenate(means)
+
+
+def pins_of(entry: Pin) -> list[object]:
+    """What a file must keep for a run to read it."""
+    return [entry["size"], entry["footer"], entry["groups"], entry.get("tokens")]
+
+
+def fingerprint(manifest: Manifest) -> str:
+    """A hash of the contents of a manifest's files, independent of their location, and of the
+    options that select their documents."""
+    pins: list[object] = []
+    for entry in manifest["files"]:
+        size, footer = entry.get("written", (entry["size"], entry["footer"]))
+        pins.append([size, footer, entry["groups"], entry.get("tokens")])
+    pins += manifest.get("joined", [])
+    pins += Selection.of(manifest).hashed()
+    return hash_json(pins)
+
+
+# ---- on disk -------------------------------------------------------------------------------------
+
+
+def read_manifests(path: Path) -> Manifests:
+    """The manifests in a run's data_manifest.json; {} if the file does not exist. ValueError if it
+    is corrupt."""
+    if not path.exists():
+        return {}
+    remedy = "restore the file, or start a new run (--model-tag)"
+    manifests = read_json(path, {"train": dict, "val": dict}, remedy=remedy)
+    for split in ("train", "val"):
+        where = f"{path}: {split}"
+        check_shape(manifests[split], dict.fromkeys(manifests[split], PINNED), where)
+        for manifest in manifests[split].values():
+            if not manifest["files"]:
+                raise ValueError(f"{where}: a bucket has no files; {remedy}")
+            _check_without(manifest, where, remedy)
+            manifest["files"] = [_as_pinned_now(entry) for entry in manifest["files"]]
+    return manifests
+
+
+def _as_pinned_now(entry: Pin) -> Pin:
+    """The pin of a prepared file, as older code wrote it: by the bytes of the parquet file that it
+    wrote. "written" keeps them, because they are part of the fingerprint in the run's saves."""
+    if "own_size" not in entry:
+        return entry
+    pin = entry.copy()
+    pin["size"] = pin.pop("own_size")
+    pin["footer"] = UNKNOWN
+    pin["parquet"] = ""
+    pin["written"] = [entry["size"], entry["footer"]]
+    return pin
+
+
+def _check_without(manifest: Manifest, where: str, remedy: str) -> None:
+    """ValueError unless `without` lists documents of the manifest's files."""
+    counts = {entry["name"]: sum(entry["groups"]) for entry in manifest["files"]}
+    for name, rows in manifest.get("without", {}).items():
+        if rows is None:  # all of the file's
+            continue
+        check_shape(rows, [int], f"{where}: without: {name}")
+        if any(not 0 <= row < counts.get(name, 0) for row in rows):
+            raise ValueError(f"{where}: `without` lists a document that does not exist; {remedy}")
+
+
+def bare(buckets: Mapping[str, Manifest]) -> dict[str, Manifest]:
+    """The manifests without the lists of documents that are left out."""
+    all_of_it = {bucket: manifest.copy() for bucket, manifest in buckets.items()}
+    for manifest in all_of_it.values():
+        manifest.pop("without", None)
+    return all_of_it
+
+
+def leave_out(buckets: Mapping[str, Manifest], list_path: AnyPath | str) -> dict[str, Manifest]:
+    """Turn off the targets of the documents that a text file lists: the training manifests get
+    "without": {file: numbers of documents}, where None means all of them. Blank lines and lines
+    that begin with # are skipped. ValueError names a line without a valid document."""
+    counts: dict[tuple[str, str], int] = {}  # documents of each (bucket, file)
+    for bucket, manifest in buckets.items():
+        for entry in manifest["files"]:
+            counts[bucket, entry["name"]] = sum(entry["groups"])
+
+    listed: dict[tuple[str, str], set[int] | None] = {}
+    lines = local_copy(as_path(list_path)).read_text().splitlines()
+    for number, line in enumerate(lines, start=1):
+        line = line.strip()
+        if not line or line.startswith("#"):
+            continue
+        name, _, row = line.rpartition(":")
+        where = f"{list_path}: line {number}: {line}"
+        # in the first bucket with such a file
+        place = next((place for place in counts if place[1] == name), None)
+        if place is None or not (row == "*" or row.isdecimal()):
+            raise ValueError(
+                f"{where}: expected FILE:DOC or FILE:*, where FILE is a training file such as "
+                f"{next(iter(counts))[1]}, and DOC counts its documents from 0"
+            )
+        if row == "*":
+            listed[place] = None
+            continue
+        if int(row) >= counts[place]:
+            raise ValueError(
+                f"{where}: the file has documents 0 to {counts[place] - 1}; name one of them"
+            )
+        rows = listed.setdefault(place, set())
+        if rows is not None:
+            rows.add(int(row))
+
+    reduced = {bucket: manifest.copy() for bucket, manifest in buckets.items()}
+    for (bucket, name), rows in listed.items():
+        without = reduced[bucket].setdefault("without", {})
+        without[name] = None if rows is None else sorted(rows)
+    return reduced

@@ -1,0 +1,56 @@
+"""What a run stores about its files: the same JSON from version to version."""
+
+import json
+
+from nanochat.pins import bare, fingerprint, leave_out, read_manifests
+from nanochat.sources import check_files, scan_files
+from tests.token_files import write_pair
+from tests.toy import some_texts, write_jsonl, write_parquet
+
+FIELDS = ["name", "size", "footer", "groups", "tokens"]
+
+
+def scan(folder, *names):
+    return scan_files(folder, [folder / name for name in names])
+
+
+def test_fields_on_disk_have_a_fixed_order(base_dir, tmp_path):
+    write_parquet(tmp_path / "a.parquet", some_texts(9), 4)
+    write_jsonl(tmp_path / "b.jsonl", some_texts(9))
+    write_pair(tmp_path / "c", [[1, 2, 256]], vocab_size=257)
+    manifest = scan(tmp_path, "a.parquet", "b.jsonl")
+    assert list(manifest) == ["root", "files"]
+    assert [list(pin) for pin in manifest["files"]] == [
+        FIELDS,
+        ["name", "parquet", "size", "footer", "groups", "tokens"],
+    ]
+    assert list(scan(tmp_path, "c.bin")["files"][0]) == [*FIELDS, "blocks"]
+
+
+def test_manifests_survive_the_disk(base_dir, tmp_path):
+    write_jsonl(tmp_path / "b.jsonl", some_texts(9))
+    manifests = {"train": {"web": scan(tmp_path, "b.jsonl")}, "val": {}}
+    path = tmp_path / "data_manifest.json"
+    path.write_text(json.dumps(manifests))
+    assert read_manifests(path) == manifests == check_files(read_manifests(path))
+
+
+def test_a_pin_of_older_code_keeps_its_fingerprint(tmp_path):
+    old = {"name": "b.jsonl", "size": 700, "footer": "f00d", "groups": [9]}
+    path = tmp_path / "data_manifest.json"
+    bucket = {"root": "/disk", "files": [{**old, "own_size": 1234}]}
+    path.write_text(json.dumps({"train": {"web": bucket}, "val": {}}))
+    manifest = read_manifests(path)["train"]["web"]
+    now = {**old, "size": 1234, "footer": "", "parquet": "", "written": [700, "f00d"]}
+    assert manifest["files"] == [now]
+    assert fingerprint(manifest) == fingerprint({"root": "/disk", "files": [old]})
+
+
+def test_leaving_out_documents_changes_neither_the_given_manifests_nor_the_fingerprint(tmp_path):
+    pin = {"name": "a.parquet", "size": 1, "footer": "f", "groups": [4, 4]}
+    whole = {"web": {"root": "/disk", "files": [pin]}}
+    (tmp_path / "list.txt").write_text("a.parquet:7\na.parquet:0\n")
+    listed = leave_out(whole, tmp_path / "list.txt")
+    assert listed["web"]["without"] == {"a.parquet": [0, 7]}
+    assert bare(listed) == whole and "without" in listed["web"]
+    assert fingerprint(listed["web"]) == fingerprint(whole["web"])

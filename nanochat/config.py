@@ -531,6 +531,12 @@ class Settings(
         """The seed of the data order."""
         return self.seed if self.data_seed is None else self.data_seed
 
+    def since(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """{name: value} of the settings that differ from those in a run's config.json; {} for a run
+        that has none yet."""
+        ours = self.to_json()
+        return {name: ours[name] for name in ours if name in config and config[name] != ours[name]}
+
     def differing(self) -> dict[str, Any]:
         """{name: value} of the settings that differ from their defaults."""
         return {

@@ -192,9 +192,15 @@ def first_checkpoint(parent: Parent, settings: Settings, model_config: GPTConfig
     state = {
         name: value
         for name, value in checkpoint.trainer_state.items()
-        if name not in ("wandb_id", "halted", "all_dry", "by_time", "kept")
+        if name not in ("wandb_id", "halted", "all_dry", "by_time")
     }
-    state |= {"status": "running", "K": settings.leaves, "architecture_hash": hash_json(shape)}
+    # kept, because its steps are replayed from there
+    state |= {
+        "status": "running",
+        "kept": True,
+        "K": settings.leaves,
+        "architecture_hash": hash_json(shape),
+    }
     rows = {*OF_ROWS, "total_batch_size", "pack", "data_path", "without_documents", "skip_steps"}
     if rows & fork.changes.keys():
         state["next_digest"] = None

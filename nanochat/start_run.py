@@ -315,7 +315,7 @@ def _inspect(run_dir: Path, settings: Settings, device: torch.device) -> Start:
     if checkpoint is None:
         _check_beginning(run_dir, settings, config)
         if settings.init_from is not None:
-            origin = _find_origin(settings.init_from, config.get("origin"))
+            origin = find_origin(settings.init_from, config.get("origin"))
         if settings.fork_from is not None:
             parent = find_parent(settings.fork_from)
             settings = branch_off(settings, parent)
@@ -401,7 +401,7 @@ def _newest_checkpoint(run_dir: Path) -> Checkpoint | None:
         raise ValueError(f"{run_dir}: {e}; {remedy}") from e
 
 
-def _find_origin(init_from: str, known: dict[str, Any] | None) -> Checkpoint:
+def find_origin(init_from: str, known: dict[str, Any] | None) -> Checkpoint:
     """The checkpoint that --init-from names. If this run has begun, `known` describes the
     checkpoint that it began with; ValueError if that checkpoint no longer exists."""
     checkpoint = find_checkpoint(init_from)

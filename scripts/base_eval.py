@@ -36,6 +36,7 @@ from nanochat.gpt import GPT
 from nanochat.loss_eval import evaluate_bpb, evaluate_buckets, in_nats
 from nanochat.order import StreamConfig
 from nanochat.pins import DATA_MANIFEST, read_manifests
+from nanochat.run_dir import find_run_at
 from nanochat.sources import RunData, Source, open_data
 from nanochat.start_run import open_run
 from nanochat.stream import OpensStream
@@ -336,9 +337,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     ValueError and OSError for bad flags and files.
     """
     args = parse_args(argv)
+    named = args.run
     with device_of(args) as (device, dtype):
         checkpoint = on_rank0(lambda: find_checkpoint(args.run).path.absolute())
-        path = args.json or checkpoint.parent.parent / "eval.json"
+        run_dir = checkpoint.parent.parent
+        if args.run != named:  # a replay that is not kept
+            run_dir, _ = find_run_at(named)
+        path = args.json or run_dir / "eval.json"
         result = evaluate(args, checkpoint, device, dtype)
         report(result)  # first, because it may have taken an hour
         on_rank0(lambda: store(result, path))

@@ -24,16 +24,24 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from nanochat.any_step import make_available
 from nanochat.checkpoint import list_checkpoints
 from nanochat.cli import EXIT_HALTED, Parser, lasting_output, quiet_gc, run_main, setup_logging
 from nanochat.common import Stop, counted, duration, join_reasons, print0
 from nanochat.config import Settings, add_flags, from_flags
 from nanochat.dataloader import DataLoader, Dry
-from nanochat.dist import RANKS_EVERY, gather_all, on_all_ranks, peak_memory, reserved_memory
+from nanochat.dist import (
+    RANKS_EVERY,
+    gather_all,
+    on_all_ranks,
+    on_rank0,
+    peak_memory,
+    reserved_memory,
+)
 from nanochat.evaluations import log_core, log_ranks, log_samples, log_validation
 from nanochat.reduce import LeafAccumulator
 from nanochat.run_guard import Guard
@@ -88,6 +96,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def look(given: Settings, guard: Guard) -> tuple[Start, Tokenizer]:
     """Collective. How the command's run starts or resumes, and its tokenizer. Writes nothing into
     the run; text may be prepared."""
+    if given.fork_from or given.init_from:
+        on_rank0(lambda: make_available(given.fork_from or given.init_from))
     settings, tokenizer = on_all_ranks(lambda: command(given, guard.world_size, guard.device.type))
     print0("start: reading the run directory and the data files")
     return inspect_run(settings, guard.device), tokenizer
@@ -104,8 +114,6 @@ def report_over(start: Start, over: Over) -> int:
 @contextmanager
 def build(run: Run, guard: Guard) -> Iterator[tuple[Training, Journal, Saves]]:
     """Collective. Begin the run on disk, then build the parts of this launch, and close them."""
-    settings = run.settings
-    device = guard.device
 
     def begin() -> None:
         print_split(run)
@@ -115,25 +123,45 @@ def build(run: Run, guard: Guard) -> Iterator[tuple[Training, Journal, Saves]]:
     guard.watch()
     print0("start: building the model")
     with ExitStack() as stack:
-        stack.enter_context(explain_out_of_memory(run, device))
-        schedule = Schedule.of(
-            settings,
-            run.horizon.num_iterations,
-            peak_weight_decay=run.horizon.weight_decay_scaled,
-        )
-        model, optimizer, progress = make_model(run, schedule, device)
-        compiled = torch.compile(model, dynamic=False) if is_compiled(settings) else model
-
+        stack.enter_context(explain_out_of_memory(run, guard.device))
         journal = open_journal(run, guard)
         stack.callback(journal.close)
-        loader = stack.enter_context(on_all_ranks(lambda: open_loader(run, guard)))
+        training = stack.enter_context(open_training(run, guard))
+        saves = Saves(run, training, guard, journal)
+        stack.callback(saves.close)
+        yield training, journal, saves
+
+
+class Process(Protocol):
+    """This process among those of a launch: a `Guard`, or a replay."""
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def world_size(self) -> int: ...
+    @property
+    def device(self) -> torch.device: ...
+
+
+@contextmanager
+def open_training(run: Run, process: Process) -> Iterator[Training]:
+    """Collective. The training of a run at its first step."""
+    settings = run.settings
+    schedule = Schedule.of(
+        settings,
+        run.horizon.num_iterations,
+        peak_weight_decay=run.horizon.weight_decay_scaled,
+    )
+    model, optimizer, progress = make_model(run, schedule, process.device)
+    compiled = torch.compile(model, dynamic=False) if is_compiled(settings) else model
+    with on_all_ranks(lambda: open_loader(run, process)) as loader:
         leaves = LeafAccumulator(
             model.parameters(),
             len(loader.layout.leaves),
-            on_host=is_tight(settings, device),
+            on_host=is_tight(settings, process.device),
             micro_batches_per_leaf=loader.layout.micro_batches_per_leaf,
         )
-        training = Training(
+        yield Training(
             settings=settings,
             model=model,
             compiled=compiled,
@@ -143,12 +171,9 @@ def build(run: Run, guard: Guard) -> Iterator[tuple[Training, Journal, Saves]]:
             loader=loader,
             progress=progress,
         )
-        saves = Saves(run, training, guard, journal)
-        stack.callback(saves.close)
-        yield training, journal, saves
 
 
-def open_loader(run: Run, guard: Guard) -> DataLoader:
+def open_loader(run: Run, process: Process) -> DataLoader:
     """The loader of this rank, at the run's first step."""
     settings = run.settings
     config = stream_config(settings)
@@ -158,9 +183,9 @@ def open_loader(run: Run, guard: Guard) -> DataLoader:
         tokenizer=run.data.tokenizer,
         rows_per_step=settings.total_batch_size // config.T,
         device_batch_size=settings.device_batch_size,
-        device=guard.device,
-        rank=guard.rank,
-        world_size=guard.world_size,
+        device=process.device,
+        rank=process.rank,
+        world_size=process.world_size,
         num_leaves=settings.leaves,
         cursors=run.cursors,
         start_step=run.step,
@@ -190,6 +215,7 @@ def announce(
         **journal.versions,
         command=shlex.join(["python", "-m", "scripts.base_train", *words]),
         typed=typed,
+        changed=run.settings.since(run.config),
     )
 
 

@@ -39,6 +39,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from nanochat.any_step import make_available
 from nanochat.checkpoint import (
     OPTIMIZER_NAME,
     SCHEDULER_NAME,
@@ -249,7 +250,7 @@ def open_side(name: str, notes: list[str]) -> Side:
     try:
         run_dir = find_run(name)
     except FileNotFoundError:
-        checkpoint = find_checkpoint(name)
+        checkpoint = find_checkpoint(make_available(name))
         path = checkpoint.path.absolute()
         return Side(name, None, {checkpoint.step: path}, {}, f"{name}: {path}")
     run = RunReader(run_dir)

@@ -43,6 +43,7 @@ import torch
 from torch import Tensor
 
 from nanochat import gpt, integrations
+from nanochat.any_step import make_available
 from nanochat.checkpoint import (
     MODEL_NAME,
     Checkpoint,
@@ -463,7 +464,7 @@ def open_checkpoint(source: str) -> tuple[Checkpoint, GPTConfig, Tokenizer]:
 
     Raises what `find_checkpoint` raises, and ValueError if the tokenizer is not the checkpoint's.
     """
-    checkpoint = find_checkpoint(source)
+    checkpoint = find_checkpoint(make_available(source))
     tokenizer = get_tokenizer(run_of(checkpoint) / "tokenizer")
     checkpoint.check_tokenizer(tokenizer.fingerprint)
     return checkpoint, GPTConfig(**checkpoint.model_config), tokenizer

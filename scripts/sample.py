@@ -17,10 +17,17 @@ from contextlib import contextmanager
 
 import torch
 
+from nanochat.any_step import add_no_keep, make_available
 from nanochat.cli import Parser, run_main, setup_logging, whole
 from nanochat.common import visible
 from nanochat.dataloader import validation_prompts
-from nanochat.dist import autodetect_device_type, compute_cleanup, compute_init, get_compute_dtype
+from nanochat.dist import (
+    autodetect_device_type,
+    compute_cleanup,
+    compute_init,
+    get_compute_dtype,
+    on_rank0,
+)
 from nanochat.engine import Engine, load_model
 from nanochat.start_run import open_run
 
@@ -34,8 +41,9 @@ def ask_for_model(parser: Parser) -> None:
         metavar="RUN",
         nargs="?",
         help="a run's name or folder, which stands for its newest "
-        "good checkpoint; RUN@STEP; or a checkpoint's folder (default: the only run)",
+        "good checkpoint; RUN@STEP, saved or not; or a checkpoint's folder (default: the only run)",
     )
+    add_no_keep(parser)
     parser.add_argument(
         "--device-type", default="", help="cuda | mps | cpu (default: the best available)"
     )
@@ -44,10 +52,12 @@ def ask_for_model(parser: Parser) -> None:
 
 @contextmanager
 def device_of(args: argparse.Namespace) -> Iterator[tuple[torch.device, torch.dtype]]:
-    """The device and compute dtype that the arguments from `ask_for_model` choose."""
+    """The device and compute dtype that the arguments from `ask_for_model` choose. A step that was
+    not saved is replayed first."""
     setup_logging()
     *_, device = compute_init(args.device_type or autodetect_device_type())
     try:
+        args.run = on_rank0(lambda: make_available(args.run, kept=not args.no_keep))
         yield device, get_compute_dtype(device, args.dtype)
     finally:
         compute_cleanup()

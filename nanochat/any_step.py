@@ -1,0 +1,69 @@
+"""
+Every step is a checkpoint: RUN@STEP where a command reads one, saved or not.
+
+    sample mine@1234  --make_available-->  checkpoint-1234 exists          nothing to do
+                                           it does not   --scripts.replay, a process of its own-->  it does
+"""
+
+import argparse
+import atexit
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from nanochat.checkpoint import list_checkpoints, step_of
+from nanochat.run_dir import find_run_at
+
+
+def unsaved_step(name: str | None) -> int | None:
+    """The step that RUN@STEP names, if the run has no checkpoint of it; otherwise None."""
+    if name is None:
+        return None
+    try:
+        run_dir, selector = find_run_at(name)
+    except (OSError, ValueError):
+        return None  # the command says what is wrong
+    if not selector.isdecimal():
+        return None
+    step = int(selector)
+    saved = {step_of(path) for path in list_checkpoints(run_dir)}
+    return None if step in saved else step
+
+
+def make_available(name: str | None, *, kept: bool = True) -> str | None:
+    """The name of a checkpoint that exists: for RUN@STEP, the step is replayed by a process of its
+    own if it was not saved. Without `kept`, the checkpoint is in a temporary folder, until this
+    process ends. ValueError if it cannot be replayed."""
+    if name is None or unsaved_step(name) is None:
+        return name
+    words = [sys.executable, "-m", "scripts.replay", name]
+    result = name
+    if not kept:
+        folder = Path(tempfile.mkdtemp(prefix="nanochat-replay-"))
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+        words.append(f"--out={folder / 'run'}")
+        result = str(folder / "run")
+    # not one of torchrun's processes
+    of_torchrun = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    environment = {
+        key: value
+        for key, value in os.environ.items()
+        if key not in of_torchrun and not key.startswith("TORCHELASTIC_")
+    }
+    if subprocess.run(words, env=environment).returncode != 0:
+        raise ValueError(
+            f"{name}: this step was not saved, and it could not be replayed (see above)"
+        )
+    return result
+
+
+def add_no_keep(parser: argparse.ArgumentParser) -> None:
+    """Add the flag of commands that take RUN@STEP."""
+    parser.add_argument(
+        "--no-keep",
+        action="store_true",
+        help="of a step that was not saved: do not keep the checkpoint that is replayed",
+    )

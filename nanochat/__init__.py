@@ -39,7 +39,7 @@ A run, from its command to its end:
     run_dir          the folders and files of a run     checkpoint       what a save writes, and reads
     run_journal      where steps and events go          run_state        where a run stands
     run_reader       what a run recorded                sinks            trackers, and a fork's own
-    run_history      forks: who took which step
+    fork             a run that continues another       run_history      forks: who took which step
 
 The floor: `common` (files, JSON, hashes), `cli` (flags), `dist` (processes).
 

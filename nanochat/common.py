@@ -216,7 +216,7 @@ class Remote(PurePosixPath):
         raise NotImplementedError
 
     def local_copy(self, cache: Path | str | None = None) -> Path:
-        """A copy of an object on this machine, below a folder. Its name ends with the object's."""
+        """A copy of an object on this machine, see `local_copy`. Its name ends with the object's."""
         raise NotImplementedError
 
     def open_reader(self, dtype: np.dtype) -> Any:

@@ -23,7 +23,7 @@ checkpoint: a run resumes only with the same data.
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import NotRequired, TypedDict
+from typing import NamedTuple, NotRequired, TypedDict
 
 import numpy as np
 
@@ -174,43 +174,61 @@ def bare(buckets: Mapping[str, Manifest]) -> dict[str, Manifest]:
     return all_of_it
 
 
+class Listed(NamedTuple):
+    """A line of a list of documents that are left out."""
+
+    file: str
+    row: int | None  # None: all of the file's
+
+
+def _parse_line(line: str, counts: Mapping[str, int], where: str) -> Listed:
+    """A line FILE:DOC or FILE:*. `counts`: {file: its documents}. ValueError, which begins with
+    `where`, if there is no such document."""
+    name, _, row = line.rpartition(":")
+    names_documents = row == "*" or row.isdecimal()
+    if name not in counts or not names_documents:
+        raise ValueError(
+            f"{where}: expected FILE:DOC or FILE:*, where FILE is a training file such as "
+            f"{next(iter(counts))}, and DOC counts its documents from 0"
+        )
+    if row == "*":
+        return Listed(name, None)
+    if int(row) >= counts[name]:
+        raise ValueError(
+            f"{where}: the file has documents 0 to {counts[name] - 1}; name one of them"
+        )
+    return Listed(name, int(row))
+
+
 def leave_out(buckets: Mapping[str, Manifest], list_path: AnyPath | str) -> dict[str, Manifest]:
     """Turn off the targets of the documents that a text file lists: the training manifests get
     "without": {file: numbers of documents}, where None means all of them. Blank lines and lines
     that begin with # are skipped. ValueError names a line without a valid document."""
-    counts: dict[tuple[str, str], int] = {}  # documents of each (bucket, file)
+    counts: dict[str, int] = {}
+    bucket_of: dict[str, str] = {}  # the first bucket with a file of this name
     for bucket, manifest in buckets.items():
         for entry in manifest["files"]:
-            counts[bucket, entry["name"]] = sum(entry["groups"])
+            name = entry["name"]
+            if name not in counts:
+                counts[name] = sum(entry["groups"])
+                bucket_of[name] = bucket
 
-    listed: dict[tuple[str, str], set[int] | None] = {}
+    listed: dict[str, set[int] | None] = {}
     lines = local_copy(as_path(list_path)).read_text().splitlines()
     for number, line in enumerate(lines, start=1):
         line = line.strip()
         if not line or line.startswith("#"):
             continue
-        name, _, row = line.rpartition(":")
-        where = f"{list_path}: line {number}: {line}"
-        # in the first bucket with such a file
-        place = next((place for place in counts if place[1] == name), None)
-        if place is None or not (row == "*" or row.isdecimal()):
-            raise ValueError(
-                f"{where}: expected FILE:DOC or FILE:*, where FILE is a training file such as "
-                f"{next(iter(counts))[1]}, and DOC counts its documents from 0"
-            )
-        if row == "*":
-            listed[place] = None
+        name, row = _parse_line(line, counts, f"{list_path}: line {number}: {line}")
+        if row is None:
+            listed[name] = None
             continue
-        if int(row) >= counts[place]:
-            raise ValueError(
-                f"{where}: the file has documents 0 to {counts[place] - 1}; name one of them"
-            )
-        rows = listed.setdefault(place, set())
+        rows = listed.setdefault(name, set())
         if rows is not None:
-            rows.add(int(row))
+            rows.add(row)
 
     reduced = {bucket: manifest.copy() for bucket, manifest in buckets.items()}
-    for (bucket, name), rows in listed.items():
-        without = reduced[bucket].setdefault("without", {})
+    for name, rows in listed.items():
+        without = reduced[bucket_of[name]].setdefault("without", {})
         without[name] = None if rows is None else sorted(rows)
     return reduced

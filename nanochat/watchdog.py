@@ -94,14 +94,14 @@ class Limits(NamedTuple):
     first_step: float
 
     @property
-    def round(self) -> float:
+    def interval(self) -> float:
         """Between two rounds."""
         return min(1.0, self.step / 20)
 
     @property
-    def urgent_round(self) -> float:
+    def urgent(self) -> float:
         """Between two rounds for which somebody waits."""
-        return min(0.05, self.round)
+        return min(0.05, self.interval)
 
     @property
     def silence(self) -> float:
@@ -110,7 +110,7 @@ class Limits(NamedTuple):
 
     @property
     def pause(self) -> float:
-        """The longest time between two rounds that counts, besides `round`. In more, the process was
+        """The longest time between two rounds that counts, besides `interval`. In more, the process was
         suspended. One pause must not use up the limit."""
         return min(PAUSED_S, self.step / 4)
 
@@ -145,7 +145,7 @@ class Record(NamedTuple):
     at: str = "set-up"
     late: bool = True  # its main thread is over its limit
     left: bool = False
-    round: float = 0.0  # tells two rounds apart
+    time: float = 0.0  # of its host; tells two rounds apart
 
 
 class Heard(NamedTuple):
@@ -238,7 +238,7 @@ class Watchdog:
         self._store = store
         self._refresh = refresh
         self._on_failure = on_failure
-        self._clock = Clock(self.limits.round + self.limits.pause)
+        self._clock = Clock(self.limits.interval + self.limits.pause)
         self._beat = Beat(0, Record().at, max(self.limits), clock=0.0)
         self._heard = [Heard(Record(), since=0.0) for _ in ranks]
         self._answered = 0.0  # the clock when rank 0 last showed that its watchdog is at work
@@ -281,7 +281,7 @@ class Watchdog:
         news = None
         if isinstance(error, RuntimeError):
             # a collective broke: the rank to blame may still leave its verdict
-            news = self._rounds(3 * self.limits.round + 1, lambda news: bool(news.verdict))
+            news = self._rounds(3 * self.limits.interval + 1, lambda news: bool(news.verdict))
         verdict = self._end(news.verdict if news is not None and news.verdict else ours)
         if verdict != ours or not is_bug:
             raise SystemExit(1) from error
@@ -317,7 +317,7 @@ class Watchdog:
             except Exception as e:  # torch raises several types; the store's host is gone
                 log.debug("the store of the launch: %s", e)
                 self._store = None
-                time.sleep(self.limits.round)  # a dying process closes its connections first
+                time.sleep(self.limits.interval)  # a dying process closes its connections first
         gone = [rank for rank, peer in enumerate(self.peers) if peer.is_gone]
         if gone:
             proposal = proposal or self._died(gone[0])
@@ -362,7 +362,7 @@ class Watchdog:
             self._hear(news)
             proposal = self._judge()
             is_urgent = bool(proposal or news.verdict)
-            if self._over.wait(self.limits.urgent_round if is_urgent else self.limits.round):
+            if self._over.wait(self.limits.urgent if is_urgent else self.limits.interval):
                 return
             self._tick()
             if news.verdict:
@@ -428,7 +428,7 @@ class Watchdog:
             faulthandler.dump_traceback(file=2, all_threads=True)
         self._on_failure(verdict)
         if news is not None:
-            self._leave(4 * self.limits.round)
+            self._leave(4 * self.limits.interval)
         return verdict
 
     def _leave(self, within_s: float) -> None:
@@ -445,4 +445,4 @@ class Watchdog:
             news = self._ask(left=left, hurry=True)
             if news is None or is_enough(news) or time.monotonic() > end:
                 return news
-            time.sleep(self.limits.urgent_round)
+            time.sleep(self.limits.urgent)

@@ -46,7 +46,7 @@ def misbehave(how, dog, state):
     if how in ("sleep", "disk"):
         time.sleep(1000)
     elif how == "stop":
-        time.sleep(4 * dog.limits.round)  # until this step is published
+        time.sleep(4 * dog.limits.interval)  # until this step is published
         os.kill(os.getpid(), signal.SIGSTOP)
     elif how == "work":  # longer than the limit and the time that rank 0 listens
         for _ in range(30):
@@ -339,7 +339,7 @@ def test_the_time_in_which_a_process_was_paused_does_not_count(monkeypatch):
 def test_one_pause_never_uses_up_the_limit(timeout_s):
     """Regression: with --collective-timeout-seconds=10, a pause of 16 s ended a healthy run."""
     limits = Limits(timeout_s, timeout_s)
-    assert limits.round + limits.pause < timeout_s / 2
+    assert limits.interval + limits.pause < timeout_s / 2
 
 
 def test_a_stop_of_all_ranks_is_no_failure(capfd):

@@ -142,7 +142,8 @@ def test_a_file_of_flags_equals_these_flags_and_the_command_line_takes_precedenc
 @pytest.mark.parametrize(
     ("kind", "name"),
     [
-        *((Settings, name) for name in sorted(FIELDS)),
+        # `fork` is a record that only the run has
+        *((Settings, name) for name in sorted(FIELDS.keys() - {"fork"})),
         *((MegatronSettings, name) for name in sorted(fields_of(MegatronSettings).keys() - FIELDS)),
     ],
 )

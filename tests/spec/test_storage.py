@@ -38,7 +38,7 @@ class Kept(Remote):
     def open(self, mode, buffering=-1):
         return io.BytesIO(STORED[str(self)])
 
-    def local_copy(self):
+    def local_copy(self, cache=None):
         if str(self) not in STORED:
             raise FileNotFoundError(f"{self}: not stored")
         copy = get_base_dir() / f"{self.etag()}-{self.name}"

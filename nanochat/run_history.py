@@ -156,17 +156,18 @@ def effects_of(parting: Parting, last: int) -> list[Effect]:
     some_run = next(s.run for s in (*parting.a, *parting.b) if s.run is not None)
     known = dict(known_settings(some_run.config))
     effects: list[Effect] = []
-    scheduled: list[str] = []
+    scheduled: list[tuple[int, str]] = []
     for step, name in differing_changes(parting):
         stage = stage_of(name, known)
         if stage is Stage.UPDATE:
-            scheduled.append(name)
+            scheduled.append((step, name))
         elif stage is not None:
             effects.append(Effect(step, stage, [name], name in MAY_ACT_LATER))
     step_of_rates = first_other_rates(parting, last)
     if step_of_rates is not None:
-        names = scheduled or ["num_iterations"]  # a resume may change it, too
-        effects.append(Effect(step_of_rates, Stage.UPDATE, names))
+        names = dict.fromkeys(name for step, name in scheduled if step <= step_of_rates)
+        # a resume may change the horizon, too
+        effects.append(Effect(step_of_rates, Stage.UPDATE, [*names] or ["num_iterations"]))
     return sorted(effects)
 
 

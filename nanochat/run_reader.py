@@ -38,7 +38,6 @@ from nanochat.run_dir import (
     checkpoint_folders,
     cursor_files,
     find_run_at,
-    is_run_dir,
     is_step,
     iter_log,
     read_config,
@@ -125,11 +124,12 @@ class RunReader:
         if self.fork is None:
             return None
         beside = self.run_dir.parent / self.fork.run
-        if is_run_dir(beside):
+        if (beside / CONFIG_NAME).is_file():
             return beside
         with contextlib.suppress(OSError, ValueError):  # it no longer exists
             named, _ = find_run_at(str(self.config.get("fork_from")))
-            return named if named.name == self.fork.run else None
+            if named.name == self.fork.run and (named / CONFIG_NAME).is_file():
+                return named
         return None
 
     @property

@@ -494,6 +494,8 @@ def latest_sign(effects: Sequence[Effect]) -> tuple[float, int]:
 def verdict(parts: Sequence[Part], parting: Parting, last: int) -> str:
     """Whether two histories part where their changes must act. `last`: the last step of both."""
     sign = first_sign(parts)
+    if sign is None and last < parting.step:
+        return f"as expected: nothing differs yet: they have no step in common from {parting.step:,} on"
     effects = effects_of(parting, last)
     if not effects:
         if sign is None:

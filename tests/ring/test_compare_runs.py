@@ -352,6 +352,30 @@ def test_siblings_and_grandchildren_are_compared_from_where_their_histories_part
     )
 
 
+def test_forks_with_other_horizons_name_each_changed_setting_of_their_first_difference_once(family):
+    early = make_fork(family, "early", "a", 2, num_iterations=[8, 4], final_lr_frac=[0.05, 0.0])
+    config = read_json(early / "config.json")
+    derived = config["derived"] | {"num_iterations": 4}
+    write_json(early / "config.json", config | {"derived": derived})
+
+    def shorter(record):
+        return record | ({"num_iterations": 4} if "world_size" in record else {})
+
+    rewrite_log(early, shorter)
+    differ(early, "loss", 3)
+    make_fork(family, "late", "a", 4, num_iterations=[8, 12], z_loss=[0.0, 1.0])
+    verdict = parting("early", "late")[3]
+    assert verdict.endswith(
+        "num_iterations and final_lr_frac act on the update of step 2, so on the loss of step 3"
+    )
+
+
+def test_a_fork_at_the_end_of_its_parent_has_nothing_to_differ_in_yet(family):
+    make_fork(family, "b", "a", 8, num_iterations=[8, 16], **ROWS)
+    verdict = parting("a", "b")[3]
+    assert verdict == "as expected: nothing differs yet: they have no step in common from 8 on"
+
+
 def test_the_same_change_at_the_same_step_is_no_difference(family):
     for tag in ("b", "c"):
         make_fork(family, tag, "a", 4, **RATE)

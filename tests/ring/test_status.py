@@ -293,7 +293,7 @@ def test_forks_are_below_their_parent_with_their_step_and_changes(base, capsys):
 
 
 def test_json_has_the_record_of_a_fork(base, capsys):
-    fake_run(base, "a", "completed")
+    (fake_run(base, "a", "completed") / "config.json").write_text('{"max_seq_len": 64}')
     fake_fork(base, "b", "a", 20, matrix_lr=[0.02, 0.01])
     status.main(["--json"])
     a, b = json.loads(capsys.readouterr().out)

@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 from nanochat.checkpoint import list_checkpoints, step_of
@@ -39,13 +40,23 @@ def make_available(name: str | None, *, kept: bool = True) -> str | None:
     process ends. ValueError if it cannot be replayed."""
     if name is None or unsaved_step(name) is None:
         return name
-    words = [sys.executable, "-m", "scripts.replay", name]
+    words = [name]
     result = name
     if not kept:
         folder = Path(tempfile.mkdtemp(prefix="nanochat-replay-"))
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
         words.append(f"--out={folder / 'run'}")
         result = str(folder / "run")
+    replay(words)
+    return result
+
+
+def replay(words: Sequence[str], processes: int = 1) -> None:
+    """Run scripts.replay with these arguments, on one or several processes. ValueError if it
+    fails; it has said why."""
+    start = [sys.executable, "-m"]
+    if processes > 1:
+        start += ["torch.distributed.run", "--standalone", f"--nproc_per_node={processes}", "-m"]
     # not one of torchrun's processes
     of_torchrun = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     environment = {
@@ -53,11 +64,9 @@ def make_available(name: str | None, *, kept: bool = True) -> str | None:
         for key, value in os.environ.items()
         if key not in of_torchrun and not key.startswith("TORCHELASTIC_")
     }
-    if subprocess.run(words, env=environment).returncode != 0:
-        raise ValueError(
-            f"{name}: this step was not saved, and it could not be replayed (see above)"
-        )
-    return result
+    done = subprocess.run([*start, "scripts.replay", *words], env=environment)
+    if done.returncode != 0:
+        raise ValueError(f"{words[0]}: the replay failed; its error is above")
 
 
 def add_no_keep(parser: argparse.ArgumentParser) -> None:

@@ -4,6 +4,7 @@ Write a receipt of a run: a small file with which others can recompute its rows 
     python -m scripts.receipt mine --out=mine.json
     python -m scripts.verify mine.json --data-path=mytext --steps=0,7        # on another machine, without the run
     python -m scripts.inspect_data rows mine.json --step=7 --data-path=mytext
+    python -m scripts.verify mine.json --replay=5%                           # with the run: do its weights follow?
 
 A receipt holds everything that determines the rows, and the digests that the run logged:
 
@@ -14,14 +15,16 @@ A receipt holds everything that determines the rows, and the digests that the ru
     marks               for every 1,000th step and the last one: its digest, and a hash chained over all digests up to
                         it, chain(s) = hash(chain(s - 1), digest(s)), so one mark proves all steps before it
     first, begin        of a fork: its first step, and the cursors of all lanes there
-                        (--init-data=continue, --skip-steps)
     tokenizer           the files of the run's tokenizer, so that nobody needs to ask for them
+    checkpoints         {step: checksum of its seal} of those that exist; so whoever gets them later can replay any
+    training, horizons  stretch between two of them with these settings and lengths of the run, and compare every bit
 
 All of it is plain JSON: 700 kB for a vocabulary of 32,768, and 90 bytes per file. Names are
 relative to the data path. Files in object storage have no hash of their bytes, because computing it
 would require downloading them.
 """
 
+import contextlib
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -31,6 +34,7 @@ from typing import Any, NamedTuple
 
 from tqdm import tqdm
 
+from nanochat.checkpoint import list_checkpoints, read_seal
 from nanochat.cli import Decides, Parser, run_main, setup_logging
 from nanochat.common import (
     AnyPath,
@@ -155,6 +159,31 @@ def row_settings(settings: Settings) -> dict[str, Any]:
     return chosen if settings.fork is None else {**chosen, "fork": settings.fork}
 
 
+def training_settings(settings: Settings) -> dict[str, Any]:
+    """{name: value} of all settings that decide what a step computes."""
+    return {
+        name: getattr(settings, name)
+        for name, f in fields_of(type(settings)).items()
+        if f.metadata["decides"]
+    }
+
+
+def horizons_of(run: RunReader) -> list[list[Any]]:
+    """[first step, number of steps of the whole run] of each launch, from which rates follow."""
+    return [[launch.first, launch.started.get("num_iterations")] for launch in run.launches]
+
+
+def seals_of(run: RunReader, steps: int) -> dict[str, str]:
+    """{step: checksum of its seal} of the run's checkpoints up to a step."""
+    seals = {}
+    for path in reversed(list_checkpoints(run.run_dir)):
+        with contextlib.suppress(OSError, ValueError):  # a damaged one commits to nothing
+            seal = read_seal(path)
+            if seal["step"] <= steps:
+                seals[str(seal["step"])] = seal["checksum"]
+    return seals
+
+
 def make_receipt(run: RunReader, steps: int | None = None) -> dict[str, Any]:
     """The receipt of the first `steps` steps of a run (None: of all completed steps). ValueError or
     FileNotFoundError if the log lacks a digest, or if a file of the data has changed or is
@@ -186,6 +215,9 @@ def make_receipt(run: RunReader, steps: int | None = None) -> dict[str, Any]:
         "marks": marks,
         "begin": None if begin is None else read_cursors(begin)[1],
         "tokenizer": tokenizer_files(data.tokenizer),
+        "checkpoints": seals_of(run, steps),
+        "training": training_settings(settings),
+        "horizons": horizons_of(run),
     }
     return {**receipt, "checksum": hash_json(receipt)}
 

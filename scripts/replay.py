@@ -4,6 +4,7 @@ Make the checkpoint of any step that a run has trained, saved or not.
     python -m scripts.replay mine@1234                                   # runs/mine/checkpoints/checkpoint-1234
     torchrun --standalone --nproc_per_node=8 -m scripts.replay mine@1234 # the same bits, sooner
     python -m scripts.replay mine@1234 --out=DIR                         # keep it elsewhere
+    python -m scripts.replay mine --check=1000:2000                      # does one save follow from the other?
 
 The run is trained again from the nearest earlier save, or from its new weights. Each replayed step
 must have the digest and the loss that the log has, to the last bit; otherwise the command says so,
@@ -25,7 +26,15 @@ import torch
 from tqdm import tqdm
 
 from nanochat.attention import activate_kernel
-from nanochat.checkpoint import Checkpoint, first_good, list_checkpoints, step_of
+from nanochat.checkpoint import (
+    MODEL_NAME,
+    OPTIMIZER_NAME,
+    Checkpoint,
+    find_checkpoint,
+    first_good,
+    list_checkpoints,
+    step_of,
+)
 from nanochat.cli import Parser, run_main, setup_logging
 from nanochat.common import begin_launch, counted, duration, print0
 from nanochat.config import Settings
@@ -34,6 +43,7 @@ from nanochat.dist import (
     compute_cleanup,
     compute_init,
     get_compute_dtype,
+    on_all_ranks,
     on_rank0,
     versions,
 )
@@ -153,11 +163,17 @@ def start_at(run: RunReader, checkpoint: Checkpoint | None, process: Process) ->
 
 @contextlib.contextmanager
 def replayed(
-    run: RunReader, checkpoint: Checkpoint | None, step: int, process: Process
+    run: RunReader,
+    checkpoint: Checkpoint | None,
+    step: int,
+    process: Process,
+    data_path: str | None = None,
 ) -> Iterator[Training]:
     """Collective. The training of a run after `step` steps, replayed from a checkpoint. ValueError
-    if a step differs from the log."""
+    if a step differs from the log. `data_path`: where the run's data is, if it has moved."""
     start = start_at(run, checkpoint, process)
+    if data_path is not None:
+        start = replace(start, settings=replace(start.settings, data_path=data_path))
     settings = start.settings
     begin_launch()
     activate_kernel(
@@ -280,7 +296,76 @@ def keep(run: RunReader, training: Training, folder: Path) -> Path | None:
     return snapshot.write(folder, f"checkpoint-{snapshot.step}")
 
 
+# ---- whether one save follows from another -------------------------------------------------------
+
+
+def compare(run: RunReader, first: int, last: int, process: Process, data_path: str | None) -> None:
+    """Collective. ValueError unless the checkpoint of step `last` is, in every bit, what the run's
+    steps make of that of step `first`."""
+    begin = on_rank0(lambda: saved_at(run, first))
+    end = on_rank0(lambda: saved_at(run, last))
+    assert end is not None
+    with replayed(run, begin, last, process, data_path) as training:
+        snapshot = training.collect()
+
+    def judge() -> None:
+        assert snapshot is not None
+        if snapshot.cursors != end.cursors:
+            raise ValueError(f"{end.path}: its cursors do not follow from step {first}")
+        for name in (MODEL_NAME, OPTIMIZER_NAME):
+            place = first_difference(snapshot.states[name], end.load(name))
+            if place is not None:
+                raise ValueError(
+                    f"{end.path / name}: it does not follow from step {first} by the run's steps; the first "
+                    f"difference is in {place or 'its value'}"
+                )
+
+    on_all_ranks(lambda: judge() if process.rank == 0 else None)
+    print0(f"replay: {end.path.name} follows from step {first:,} in every bit")
+
+
+def saved_at(run: RunReader, step: int) -> Checkpoint | None:
+    """The good checkpoint of a step; None for the beginning of a run. ValueError or
+    FileNotFoundError if there is none."""
+    if step == 0 and not any(step_of(path) == 0 for path in list_checkpoints(run.run_dir)):
+        return None
+    return find_checkpoint(f"{run.run_dir}@{step}")
+
+
+def first_difference(a: Any, b: Any, place: str = "") -> str | None:
+    """Where two plain states differ in a bit; None if they are equal."""
+    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+        same = a.dtype == b.dtype and a.shape == b.shape
+        return None if same and torch.equal(as_bytes(a), as_bytes(b)) else place
+    if isinstance(a, Mapping) and isinstance(b, Mapping):
+        if a.keys() != b.keys():
+            return place
+        found = (first_difference(a[key], b[key], f"{place}/{key}".lstrip("/")) for key in a)
+        return next((where for where in found if where is not None), None)
+    if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
+        return first_difference(dict(enumerate(a)), dict(enumerate(b)), place)
+    return None if a == b else place
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of a tensor, so that NaN equals NaN and 0 differs from -0."""
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+
+
 # ---- the command ---------------------------------------------------------------------------------
+
+
+def what_to_replay(name: str, selector: str, check: str | None) -> tuple[int | None, int]:
+    """(step to compare from, or None; last step) of a command line. ValueError if it is not
+    complete."""
+    if check is not None:
+        first, colon, last = check.partition(":")
+        if not (colon and first.isdecimal() and last.isdecimal() and int(first) < int(last)):
+            raise ValueError(f"--check={check}: expected two steps, such as 1000:2000")
+        return int(first), int(last)
+    if not selector.isdecimal():
+        raise ValueError(f"{name}: expected RUN@STEP, such as mine@1234")
+    return None, int(selector)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -288,6 +373,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     replayed."""
     parser = Parser(description=__doc__)
     parser.add_argument("run", metavar="RUN@STEP", help="a run's name or folder, and a step")
+    parser.add_argument(
+        "--check",
+        metavar="A:B",
+        help="compare every bit of the checkpoint of step B with a replay from that of step A (0: new weights)",
+    )
+    parser.add_argument("--data-path", metavar="DIR", help="where the run's data is now")
     parser.add_argument(
         "--out",
         metavar="DIR",
@@ -297,9 +388,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     setup_logging()
     run_dir, selector = find_run_at(args.run)
-    if not selector.isdecimal():
-        raise ValueError(f"{args.run}: expected RUN@STEP, such as {run_dir.name}@1234")
-    run, step = RunReader(run_dir), int(selector)
+    run = RunReader(run_dir)
+    first, step = what_to_replay(args.run, selector, args.check)
     check_step(run, step)
     if args.out is not None and args.out.exists():
         raise ValueError(f"--out={args.out}: it exists; name a new folder")
@@ -310,8 +400,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     try:
         process = Process(rank, world_size, device)
+        if first is not None:
+            compare(run, first, step, process, args.data_path)
+            return 0
         checkpoint = on_rank0(lambda: nearest_save(run, step))
-        with replayed(run, checkpoint, step, process) as training:
+        with replayed(run, checkpoint, step, process, args.data_path) as training:
             path = keep(run, training, args.out or run_dir)
         print0(f"replay: every step has the digest and the loss of the log; {path}")
     finally:

@@ -4,6 +4,7 @@ Verify runs, checkpoints and token shards on disk, byte by byte, and receipts ag
     python -m scripts.verify mine                   # a run; also several paths
     python -m scripts.verify shards                 # a folder and everything below it; one pair; one checkpoint
     python -m scripts.verify mine.json --data-path=mytext           # a receipt, from scripts.receipt
+    python -m scripts.verify mine.json --run=mine --replay=5%       # do the run's weights follow from its rows?
 
 Everything except a run's data is opened as in training and read to the end; whatever training would
 refuse is a problem. Pairs may be in object storage (s3://bucket/prefix). These are checked in
@@ -21,6 +22,8 @@ addition:
 
     receipt       with --data-path=DIR: the files equal those of the receipt, byte by byte; the rows of some steps
                   (--steps), recomputed without the run, have the digests that the run logged
+                  with --replay=5% or --replay=1000:2000: stretches between two checkpoints that the receipt lists are
+                  trained again, and every bit of the second one must follow from the first (docs/exactness.md)
 
 A problem does not stop the check of the other files. The exit code is 1 if there is any problem.
 Pairs are read in blocks, so memory does not depend on their size. A pair without a manifest.json
@@ -30,8 +33,13 @@ may have none, so for them only --tokenizer sets it).
 """
 
 import argparse
+import contextlib
 import hashlib
+import itertools
+import json
 import os
+import random
+import re
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -43,6 +51,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from tqdm import tqdm
 
+from nanochat.any_step import replay
+from nanochat.checkpoint import list_checkpoints, read_seal
 from nanochat.cli import Parser, run_main, setup_logging, whole
 from nanochat.common import (
     AnyPath,
@@ -50,6 +60,7 @@ from nanochat.common import (
     as_path,
     begin_launch,
     counted,
+    differences,
     duration,
     hash_file,
     local_copy,
@@ -57,7 +68,7 @@ from nanochat.common import (
 )
 from nanochat.files import walk
 from nanochat.pins import DATA_MANIFEST, Manifest, is_prepared, read_manifests
-from nanochat.run_dir import CHECKPOINT_NAME, cursor_files, find_run, read_cursors
+from nanochat.run_dir import CHECKPOINT_NAME, CONFIG_NAME, cursor_files, find_run, read_cursors
 from nanochat.run_reader import RunReader
 from nanochat.sources import check, check_own_file
 from nanochat.tokenizer import EOD_HELP, TOKENIZER_HELP, get_tokenizer
@@ -506,6 +517,86 @@ def check_receipt(path: Path, args: argparse.Namespace, _: tqdm) -> Iterator[str
     )
 
 
+def check_weights(path: Path, args: argparse.Namespace, _: tqdm) -> Iterator[str]:
+    """Train stretches of a run again, from one checkpoint of its receipt to the next, and compare
+    bits."""
+    from nanochat.config import Settings
+    from scripts.receipt import horizons_of, read_receipt, training_settings
+
+    receipt = read_receipt(path)
+    if "checkpoints" not in receipt:
+        raise ValueError(f"{path}: it lists no checkpoints; write it again with scripts.receipt")
+    run = RunReader(find_run(args.run or receipt["run"]))
+    ours = json.loads(json.dumps(training_settings(Settings.from_json(run.config))))
+    for name, theirs, own in differences(receipt["training"], ours):
+        raise ValueError(
+            f"{path}: --{name.replace('_', '-')} is {theirs!r} in the receipt, but {own!r} in "
+            f"{run.run_dir / CONFIG_NAME}; the run is not the one of the receipt, or was edited"
+        )
+    if horizons_of(run)[: len(receipt["horizons"])] != receipt["horizons"]:
+        raise ValueError(
+            f"{path}: the launches in {run.log_path} are not those of the receipt; it was edited"
+        )
+    stretches = choose_stretches(path, receipt, run, args.replay)
+    share = sum(len(stretch) for stretch in stretches) / (receipt["steps"] - run.first_step)
+    names = ", ".join(f"{stretch.start:,} to {stretch.stop:,}" for stretch in stretches)
+    yield f"{path}: replaying {share:.0%} of the steps of {run.name}: {names}"
+    for stretch in stretches:
+        words = [f"--check={stretch.start}:{stretch.stop}"]
+        if args.data_path is not None:
+            words.append(f"--data-path={args.data_path}")
+        replay([str(run.run_dir), *words], args.processes)
+        yield f"  OK steps {stretch.start:,} to {stretch.stop:,}: every bit of the second checkpoint follows"
+
+
+def choose_stretches(
+    path: Path, receipt: Mapping[str, Any], run: RunReader, asked: str
+) -> list[range]:
+    """The stretches between neighbouring checkpoints of a receipt that --replay asks for: a share
+    of all steps, drawn at random, or those that overlap A:B. ValueError if a checkpoint is gone or
+    is not the one of the receipt."""
+    seals = {int(step): checksum for step, checksum in receipt["checkpoints"].items()}
+    present = {}
+    for folder in reversed(list_checkpoints(run.run_dir)):
+        with contextlib.suppress(OSError, ValueError):
+            seal = read_seal(folder)
+            present[seal["step"]] = seal["checksum"]
+    edges = sorted({run.first_step, *seals})
+    stretches = [range(first, stop) for first, stop in itertools.pairwise(edges)]
+    if not stretches:
+        raise ValueError(
+            f"{path}: it lists no checkpoint after the beginning, so nothing can be replayed"
+        )
+    if asked.endswith("%"):
+        needed = float(asked[:-1]) / 100 * (edges[-1] - edges[0])
+        random.SystemRandom().shuffle(stretches)
+        lengths = list(itertools.accumulate(map(len, stretches)))
+        stretches = stretches[: 1 + sum(length < needed for length in lengths)]
+    else:
+        first, stop = map(int, asked.split(":"))
+        stretches = [s for s in stretches if s.start < stop and first < s.stop]
+        if not stretches:
+            raise ValueError(
+                f"--replay={asked}: the receipt lists checkpoints of steps {', '.join(map(str, edges))}; name "
+                f"steps between two of them"
+            )
+    for step in sorted({edge for s in stretches for edge in (s.start, s.stop)}):
+        if step in seals and present.get(step) != seals[step]:
+            what = "is not the one of the receipt" if step in present else "is gone"
+            raise ValueError(
+                f"{path}: the checkpoint of step {step} {what}; restore it, or replay other steps with "
+                f"--replay=A:B"
+            )
+    return sorted(stretches, key=lambda stretch: stretch.start)
+
+
+def share_or_span(text: str) -> str:
+    """The type of --replay: 5% or 1000:2000."""
+    if re.fullmatch(r"\d+(\.\d+)?%|\d+:\d+", text) is None:
+        raise argparse.ArgumentTypeError("expected a share such as 5% or steps such as 1000:2000")
+    return text
+
+
 def is_receipt(path: AnyPath) -> bool:
     return (
         path.suffix == ".json"
@@ -525,7 +616,8 @@ def find_all(path: AnyPath, args: argparse.Namespace) -> list[Check]:
             raise FileNotFoundError(f"{path}: no such file or folder; name what to verify")
         path = find_run(path)
     if is_receipt(path):
-        return [partial(check_receipt, local_copy(path), args)]
+        what = check_weights if args.replay else check_receipt
+        return [partial(what, local_copy(path), args)]
     if path.suffix in (".bin", ".idx") and path.is_file():
         pair = path.with_suffix(".bin")
         return [partial(check_pairs, pair.parent, [pair], args, whole=False)]
@@ -664,6 +756,18 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         type=step_list,
         metavar="0,1000,41199",
         help="steps of the run to check (default: all that have a digest in the receipt)",
+    )
+    receipts.add_argument(
+        "--replay",
+        type=share_or_span,
+        metavar="5%%|A:B",
+        help="train this share of the run's steps again, or those from A to B, and compare bits",
+    )
+    receipts.add_argument(
+        "--run", metavar="RUN", help="with --replay: the run's folder (default: by its name)"
+    )
+    receipts.add_argument(
+        "--processes", type=whole(1), default=1, metavar="W", help="with --replay: processes to use"
     )
     begin_launch()
     args = parser.parse_args(argv)

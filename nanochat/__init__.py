@@ -40,6 +40,7 @@ A run, from its command to its end:
     run_journal      where steps and events go          run_state        where a run stands
     run_reader       what a run recorded                sinks            trackers, and a fork's own
     fork             a run that continues another       run_history      forks: who took which step
+    any_step         RUN@STEP, saved or not
 
 The floor: `common` (files, JSON, hashes), `cli` (flags), `dist` (processes).
 

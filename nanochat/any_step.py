@@ -16,7 +16,24 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from nanochat.checkpoint import list_checkpoints, step_of
+from nanochat.common import counted
 from nanochat.run_dir import find_run_at
+from nanochat.run_reader import RunReader
+
+
+def check_step(run: RunReader, step: int) -> None:
+    """ValueError unless a run has trained `step` steps itself."""
+    if step < run.first_step:
+        assert run.fork is not None
+        raise ValueError(
+            f"{run.name}@{step}: the run is a fork, and begins with step {run.first_step}; name the run that "
+            f"it continues: {run.fork.run}@{step}"
+        )
+    if step > run.num_steps:
+        raise ValueError(
+            f"{run.name}@{step}: the run has trained {counted(run.num_steps, 'step')}; name one of its steps, or "
+            f"train further"
+        )
 
 
 def unsaved_step(name: str | None) -> int | None:
@@ -27,7 +44,7 @@ def unsaved_step(name: str | None) -> int | None:
         run_dir, selector = find_run_at(name)
     except (OSError, ValueError):
         return None  # the command says what is wrong
-    if not selector.isdecimal():
+    if selector is None or not selector.isdecimal():
         return None
     step = int(selector)
     saved = {step_of(path) for path in list_checkpoints(run_dir)}
@@ -38,8 +55,10 @@ def make_available(name: str | None, *, kept: bool = True) -> str | None:
     """The name of a checkpoint that exists: for RUN@STEP, the step is replayed by a process of its
     own if it was not saved. Without `kept`, the checkpoint is in a temporary folder, until this
     process ends. ValueError if it cannot be replayed."""
-    if name is None or unsaved_step(name) is None:
+    step = unsaved_step(name)
+    if name is None or step is None:
         return name
+    check_step(RunReader(find_run_at(name)[0]), step)
     words = [name]
     result = name
     if not kept:
@@ -64,6 +83,9 @@ def replay(words: Sequence[str], processes: int = 1) -> None:
         for key, value in os.environ.items()
         if key not in of_torchrun and not key.startswith("TORCHELASTIC_")
     }
+    code = str(Path(__file__).parents[1])
+    others = environment.get("PYTHONPATH")
+    environment["PYTHONPATH"] = f"{code}{os.pathsep}{others}" if others else code
     done = subprocess.run([*start, "scripts.replay", *words], env=environment)
     if done.returncode != 0:
         raise ValueError(f"{words[0]}: the replay failed; its error is above")

@@ -478,11 +478,11 @@ def find_checkpoint(tag_or_path: str | os.PathLike[str] | None) -> Checkpoint:
     matches = [
         path
         for path in checkpoints
-        if not selector or selector in (path.name, f"{step_of(path):.0f}")
+        if selector is None or selector in (path.name, f"{step_of(path):.0f}")
     ]
     if not matches:
         which = ""
-        if selector:
+        if selector is not None:
             which = f" {selector!r}, expected a step, final, or nothing for the newest"
         raise FileNotFoundError(
             f"{run_dir}: no checkpoint{which}; existing checkpoints: "

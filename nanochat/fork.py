@@ -45,6 +45,7 @@ from nanochat.pins import (
 )
 from nanochat.run_dir import Fork, is_run_dir, read_config
 from nanochat.run_order import order_of, stream_config
+from nanochat.run_reader import changes_text
 from nanochat.sources import RunData, check_files
 from nanochat.stream import Cursor, RowsConfig, stream_identity
 
@@ -207,13 +208,9 @@ def first_checkpoint(parent: Parent, settings: Settings, model_config: GPTConfig
     return replace(checkpoint, model_config=shape, trainer_state=state)
 
 
-def describe_fork(settings: Settings) -> str:
-    """What a fork continues, and what it changes, as a sentence. '' for another run."""
-    fork = Fork.of(settings.fork)
-    if fork is None:
-        return ""
-    changes = [f"{flag(name)} {was!r} -> {now!r}" for name, (was, now) in fork.changes.items()]
-    return f"continues {fork.run} at step {fork.step:,}; {', '.join(changes) or 'nothing changes'}"
+def describe_fork(fork: Fork) -> str:
+    """What a fork continues, and what it changes, as a sentence."""
+    return f"continues {fork.run} at step {fork.step:,}; {changes_text(fork.changes)}"
 
 
 # ---- files ---------------------------------------------------------------------------------------

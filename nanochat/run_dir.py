@@ -131,16 +131,16 @@ def find_run(tag_or_path: str | os.PathLike[str] | None) -> Path:
 # ---- configuration ------------------------------------------------------------------------------
 
 
-def find_run_at(name: str) -> tuple[Path, str]:
+def find_run_at(name: str) -> tuple[Path, str | None]:
     """(run directory, selector) of RUN@SELECTOR, where the selector is a step or the name of a
-    checkpoint; '' without one. The path of a checkpoint is also accepted. Raises the errors of
+    checkpoint; None without one. The path of a checkpoint is also accepted. Raises the errors of
     `find_run`."""
     path = Path(name).expanduser().absolute()
     if path.parent.name == "checkpoints":
         return path.parent.parent, path.name
     run, at, selector = name.rpartition("@")
     is_whole = not at or path.exists() or name in list_runs()  # an @ may be part of a name
-    return (find_run(name), "") if is_whole else (find_run(run), selector)
+    return (find_run(name), None) if is_whole else (find_run(run), selector)
 
 
 def read_config(run_dir: Path) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from nanochat.dataloader import StepLayout
 from nanochat.dist import peak_memory, write_memory
 from nanochat.files import FORMATS, data_at
 from nanochat.fork import describe_fork
-from nanochat.run_dir import CONFIG_NAME
+from nanochat.run_dir import CONFIG_NAME, Fork
 from nanochat.run_settings import derive, describe_memory, device_memory, estimate_memory
 from nanochat.splits import describe_split, files_of, last_file_validates
 from nanochat.start_run import Run, Start
@@ -67,8 +67,9 @@ def print_summary(
         print0(f"{needed}; {room / 1e9:,.1f} GB available")
     for note in _notes(start, layout, device):
         print0(f"note: {note}")
-    if start.parent is not None:
-        print0(f"fork: {describe_fork(start.settings)}")
+    fork = Fork.of(start.settings.fork)
+    if start.parent is not None and fork is not None:
+        print0(f"fork: {describe_fork(fork)}")
     elif start.checkpoint is not None:
         print0(f"resuming from {start.checkpoint.path} at step {start.step:,}")
 

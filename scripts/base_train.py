@@ -96,7 +96,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def look(given: Settings, guard: Guard) -> tuple[Start, Tokenizer]:
     """Collective. How the command's run starts or resumes, and its tokenizer. Writes nothing into
     the run; text may be prepared."""
-    if given.fork_from or given.init_from:
+    if given.resume == "scratch" or not list_checkpoints(guard.run_dir):  # it begins
         on_rank0(lambda: make_available(given.fork_from or given.init_from))
     settings, tokenizer = on_all_ranks(lambda: command(given, guard.world_size, guard.device.type))
     print0("start: reading the run directory and the data files")

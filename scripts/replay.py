@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
+from nanochat.any_step import check_step
 from nanochat.attention import activate_kernel
 from nanochat.checkpoint import (
     MODEL_NAME,
@@ -82,21 +83,6 @@ def launch_of(run: RunReader, step: int) -> Launch:
             f"{run.log_path}: no launch has taken step {step}, so it cannot be replayed"
         )
     return found[-1]
-
-
-def check_step(run: RunReader, step: int) -> None:
-    """ValueError unless a run has trained `step` steps itself."""
-    if step < run.first_step:
-        assert run.fork is not None
-        raise ValueError(
-            f"{run.name}@{step}: the run is a fork, and begins with step {run.first_step}; name the run that "
-            f"it continues: {run.fork.run}@{step}"
-        )
-    if step > run.num_steps:
-        raise ValueError(
-            f"{run.name}@{step}: the run has trained {counted(run.num_steps, 'step')}; name one of its steps, or "
-            f"train further"
-        )
 
 
 def nearest_save(run: RunReader, step: int) -> Checkpoint | None:
@@ -355,7 +341,7 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 # ---- the command ---------------------------------------------------------------------------------
 
 
-def what_to_replay(name: str, selector: str, check: str | None) -> tuple[int | None, int]:
+def what_to_replay(name: str, selector: str | None, check: str | None) -> tuple[int | None, int]:
     """(step to compare from, or None; last step) of a command line. ValueError if it is not
     complete."""
     if check is not None:
@@ -363,7 +349,7 @@ def what_to_replay(name: str, selector: str, check: str | None) -> tuple[int | N
         if not (colon and first.isdecimal() and last.isdecimal() and int(first) < int(last)):
             raise ValueError(f"--check={check}: expected two steps, such as 1000:2000")
         return int(first), int(last)
-    if not selector.isdecimal():
+    if selector is None or not selector.isdecimal():
         raise ValueError(f"{name}: expected RUN@STEP, such as mine@1234")
     return None, int(selector)
 

@@ -283,7 +283,7 @@ FLAGS = [
         ("--resume=nowhere/checkpoint-3", ("no run 'nowhere/checkpoint-3'", "neither a tag")),
         ("d12", ("d12: not a flag; use --model-tag=d12 to name a run",)),
         ("--init-from=nobody", ("nobody", "run")),
-        ("--init-from=run@5", ("'5'", "checkpoint-6, checkpoint-4")),
+        ("--init-from=run@99", ("run@99", "trained 8 steps")),
         (
             "--init-from=run --depth=3",
             ("a different architecture", "no weights were loaded", "--model-tag", "n_layer"),
@@ -389,9 +389,9 @@ READERS = [
     ("compare_runs run nosuch", {}, ("no run 'nosuch'",)),
     ("compare_runs run nosuch@4", {}, ("no run 'nosuch'",)),
     (
-        "compare_runs run@5 run@4",
+        "compare_runs run@99 run@4",
         {},
-        ("no checkpoint '5'", "existing checkpoints: final, checkpoint-6"),
+        ("run@99", "trained 8 steps"),
     ),
     (
         "compare_runs run empty",

@@ -37,7 +37,7 @@ from nanochat.config import Settings
 from nanochat.order import StreamConfig, open_order
 from nanochat.packing import Piece
 from nanochat.rows import Document
-from nanochat.run_dir import PLAN_NAME
+from nanochat.run_dir import PLAN_NAME, Fork, cursor_files, read_cursors
 from nanochat.run_order import stream_config
 from nanochat.schedule import Horizon
 from nanochat.sources import RunData, Source
@@ -268,20 +268,25 @@ def make_plan(
     drop_dry: bool = False,
     cursors: Sequence[Cursor] | None = None,
     start_step: int = 0,
+    first_step: int = 0,
+    begin: Sequence[Cursor] = (),
 ) -> Plan:
     """The plan of a run of `num_steps` steps.
 
-    With the `cursors` of all lanes, it covers the steps from `start_step` on. ValueError for
-    corrupt files.
+    With the `cursors` of all lanes, it covers the steps from `start_step` on. A fork takes the
+    steps from `first_step` on, and continues the cursors `begin`; what its parent took is not
+    counted. ValueError for corrupt files.
     """
     n = rows_per_step // config.V
     stream, lengths = _open_rehearsal(config, sources, cursors, drop_dry)
     buckets = [*lengths]
 
     # what the mix requests; the run takes rows `first` to `stop` - 1 of each lane
-    first = stream.rows[0] - start_step * n
-    stop = first + num_steps * n
+    first = stream.rows[0] - (start_step - first_step) * n
+    stop = first + (num_steps - first_step) * n
     phases = _phases(config, buckets, first, stop, n)
+    for phase in phases:
+        phase["first_step"] += first_step
     asked = {bucket: sum(phase["asked"][bucket] for phase in phases) for bucket in buckets}
 
     # pack the rows of all steps, unless no bucket can run dry
@@ -289,11 +294,21 @@ def make_plan(
     for bucket, of_bucket in lengths.items():
         # with `drop_dry`, all other buckets could be dry
         needed = whole_run if drop_dry else asked[bucket]
-        of_bucket.plenty = has_plenty(config, bucket, of_bucket, needed)
+        passes = _passes_done(stream, bucket) if begin else 0.0
+        of_bucket.plenty = has_plenty(config, bucket, of_bucket, needed, passes)
     all_plenty = all(of_bucket.plenty for of_bucket in lengths.values())
     steps = range(num_steps if all_plenty else start_step, num_steps)
-    rehearsed = _rehearse_steps(stream, n, steps)
-    accounts = {} if all_plenty else ledger(stream.cursors(rehearsed.state), config.T)
+    rows_before = {
+        (bucket, cursor["lane"]): feed["row"]
+        for cursor in begin
+        for bucket, feed in cursor["buckets"].items()
+    }
+    rehearsed = _rehearse_steps(stream, n, steps, rows_before)
+    accounts: dict[str, dict[str, int]] = {}
+    if not all_plenty:
+        before = ledger(begin, config.T)
+        for bucket, total in ledger(stream.cursors(rehearsed.state), config.T).items():
+            accounts[bucket] = _since(before.get(bucket, {}), total)
 
     plans = {}
     for bucket, of_bucket in lengths.items():
@@ -341,12 +356,33 @@ def crops(config: StreamConfig) -> bool:
     return config.layout == "bestfit" and config.long_docs == "crop"
 
 
-def has_plenty(config: StreamConfig, bucket: str, lengths: Lengths, needed: int) -> bool:
-    """Whether a bucket cannot run dry when a run takes `needed` tokens of it."""
+def _passes_done(stream: Stream, bucket: str) -> float:
+    """The passes over a bucket that the lane furthest ahead has done."""
+    done = []
+    for feed in stream.feeds[bucket].values():
+        share = max(1, len(feed.share))
+        done.append(feed.epoch + (feed.place - feed.share.start) / share)
+    return max(done)
+
+
+def _since(before: Mapping[str, int], account: dict[str, int]) -> dict[str, int]:
+    """What was added to an account. Epochs and pending tokens are those at its end."""
+    at_end = ("epochs", "pending")
+    return {
+        name: count if name in at_end else count - before.get(name, 0)
+        for name, count in account.items()
+    }
+
+
+def has_plenty(
+    config: StreamConfig, bucket: str, lengths: Lengths, needed: int, passes: float = 0.0
+) -> bool:
+    """Whether a bucket cannot run dry when a run takes `needed` tokens of it. `passes`: of its
+    parent over the bucket."""
     max_epochs = config.epochs(bucket)
     if max_epochs == 0:
         return True
-    available = max_epochs * lengths.rows * config.T
+    available = (max_epochs - passes) * lengths.rows * config.T
     shares_are_similar = lengths.entries >= SHARE_DOCUMENTS * config.V
     return shares_are_similar and available >= FAR * needed
 
@@ -361,8 +397,11 @@ class Rehearsed(NamedTuple):
     dry_step: dict[str, int]  # {bucket that ran dry: the step at which the first lane was dry}
 
 
-def _rehearse_steps(stream: Stream, n: int, steps: range) -> Rehearsed:
-    """Pack the rows of `steps`, n of each lane, until the run would halt."""
+def _rehearse_steps(
+    stream: Stream, n: int, steps: range, rows_before: Mapping[tuple[str, int], int]
+) -> Rehearsed:
+    """Pack the rows of `steps`, n of each lane, until the run would halt. `rows_before`: the rows
+    of each (bucket, lane) that the run itself did not take."""
     usable: dict[str, int] = {}
     dry_step: dict[str, int] = {}
     state = stream.state()
@@ -384,8 +423,9 @@ def _rehearse_steps(stream: Stream, n: int, steps: range) -> Rehearsed:
                 halt = halt or f"lane {lane} has no row for step {step}: {why}"
             # the lane that had least of a bucket decides how much is usable
             for bucket in ran_dry:
-                num_rows = stream.feeds[bucket][lane].packer.row * stream.config.V
-                tokens = num_rows * stream.config.T
+                num_rows = stream.feeds[bucket][lane].packer.row
+                num_rows -= rows_before.get((bucket, lane), 0)
+                tokens = num_rows * stream.config.V * stream.config.T
                 usable[bucket] = min(usable.get(bucket, tokens), tokens)
                 dry_step.setdefault(bucket, step)
         if halt:
@@ -523,6 +563,12 @@ def make_run_plan(start: Starting, data: RunData) -> Plan:
                 return kept
         except (FileNotFoundError, ValueError):
             pass  # the plan is made again
+    fork = Fork.of(settings.fork)
+    begin: Sequence[Cursor] = ()
+    if fork is not None:
+        begin = start.cursors or ()
+        if start.step > fork.step:
+            _, begin = read_cursors(cursor_files(start.run_dir)[fork.step])
     return make_plan(
         config,
         data.train,
@@ -531,6 +577,8 @@ def make_run_plan(start: Starting, data: RunData) -> Plan:
         drop_dry=drop_dry,
         cursors=start.cursors,
         start_step=start.step,
+        first_step=fork.step if fork else 0,
+        begin=begin,
     )
 
 
@@ -603,6 +651,9 @@ def plan_lines(plan: Plan) -> list[str]:
     """The plan as lines of text."""
     tokens_per_step = plan.rows_per_step * plan.T
     title = f"plan: {plan.num_steps:,} steps of {tokens_per_step:,} tokens from {plan.V} lanes"
+    first_step = plan.phases[0]["first_step"]
+    if first_step:
+        title += f", from step {first_step:,} on"
     if plan.estimate:
         title += ", estimated from a sample of the text"
     tables = _buckets_table(plan)

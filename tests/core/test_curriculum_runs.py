@@ -246,6 +246,53 @@ def test_a_halted_run_keeps_its_curriculum_and_a_new_run_continues_with_another(
     )
 
 
+def planned(tag):
+    """The plan of a run, as JSON."""
+    return json.loads((run_dir(tag) / "plan.json").read_text())
+
+
+def test_a_ramp_of_forks_takes_the_rows_that_its_plans_say_and_halts_at_the_step_they_say():
+    """Twice the batch at steps 2 and 3. `tiny` runs dry in the last stage."""
+    mix = mix_file([(60, {"web": 9, "tiny": 1})], allow_budget_mismatch=True)
+    succeed(mix, num_iterations=2, model_tag="stage-0", plan="warn")
+    for stage, (last, factor) in enumerate(((3, 2), (40, 4)), start=1):
+        changed = {
+            "model_tag": f"stage-{stage}",
+            "fork_from": f"stage-{stage - 1}",
+            "num_iterations": last,
+            "total_batch_size": factor * STEP,
+        }
+        outcome = training.run(**command(mix, dry=True, **changed))
+        assert outcome.code == (0 if stage == 1 else 3), outcome.err
+    rows_of_step = {stage: LANES * (ROWS // LANES) * factor for stage, factor in ((1, 2), (2, 4))}
+    for stage, first in ((1, 2), (2, 3)):
+        tag = f"stage-{stage}"
+        plan = planned(tag)
+        taken = [step for step in steps(tag) if step >= first]
+        assert plan["phases"][0]["first_step"] == first
+        assert plan["steps"] == max(taken) + 1, "it halts where the plan says"
+        name = "final" if stage == 1 else f"checkpoint-{plan['steps']}-shutdown"
+        begin, end = (rows(f"checkpoint-{first}", tag), rows(name, tag))
+        ours = {bucket: end[bucket] - begin.get(bucket, 0) for bucket in end}
+        assert ours == {bucket: of["account"]["rows"] for bucket, of in plan["buckets"].items()}
+        assert sum(ours.values()) == len(taken) * rows_of_step[stage]
+    assert planned("stage-2")["buckets"]["tiny"]["dry_step"] == max(steps("stage-2")) + 1
+
+
+def test_a_plan_of_a_fork_counts_what_its_parent_has_left():
+    """Regression: a bucket with many more tokens than the fork asks for counts as inexhaustible,
+    unless its parent has used them."""
+    mix = mix_file([(60, {"web": 1})], allow_budget_mismatch=True)
+    outcome = training.run(**command(mix, dry=True, num_iterations=60, model_tag="whole"))
+    assert outcome.code == 3
+    last = max(steps("whole"))
+    succeed(mix, num_iterations=last - 1, model_tag="most", plan="warn")
+    changed = {"fork_from": "most", "model_tag": "rest", "num_iterations": last + 20}
+    outcome = training.run(**command(mix, dry=True, **changed))
+    assert outcome.code == 3 and max(steps("rest")) == last
+    assert planned("rest")["steps"] == last + 1
+
+
 def test_a_budget_that_is_not_the_curriculums_is_refused_unless_allowed(workplace):
     mix = mix_file([(2, {"web": 1}), (3, {"code": 1})])
     for steps_ in (3, 7):

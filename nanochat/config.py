@@ -19,7 +19,7 @@ A setting that decides which rows are read, or what a step computes from them, i
 (`cli.Decides`): a resume that changes it is refused, with its `note` as the reason. A setting that
 only decides where, how fast and how long the run computes may change; the change is printed, with
 its `note` if it has one. To train with
-other settings, start a new run from the old one (--init-from). If an old config.json lacks a
+other settings, start a new run from the old one (--fork-from). If an old config.json lacks a
 setting, the default applies; if it has one that this code lacks, the resume is refused. Rejected: a
 warning instead of a refusal. No one reads the log of a job that resumes at night.
 """
@@ -774,7 +774,10 @@ def resume_settings(
     if refused:
         lines, path = "\n  ".join(refused).replace("RUN/", f"{run_dir}/"), run_dir / "config.json"
         weights = (
-            f"; --init-from={run_dir.name} starts it with the weights of this run" if fits else ""
+            f"; --fork-from={run_dir.name} continues this run with them, and --init-from={run_dir.name} "
+            f"takes its weights only"
+            if fits
+            else ""
         )
         restart = "; to replace this run, which has no checkpoint yet, add --resume=scratch --force"
         raise ValueError(

@@ -373,7 +373,9 @@ def test_the_config_json_of_a_run_with_removed_settings_is_a_file_of_flags(tmp_p
 
 
 def test_an_older_run_keeps_its_milestones_if_its_config_json_is_the_file_of_flags(tmp_path):
-    write_json(tmp_path / "config.json", {**RUN.to_json(), "keep_milestone_every": 7})
+    write_json(
+        tmp_path / "config.json", {**RUN.to_json(), "keep_milestone_every": 7, "derived": {}}
+    )
     assert parse(f"--config={tmp_path / 'config.json'}") == replace(RUN, save_at="7*")
 
 

@@ -18,15 +18,14 @@ different flags, on purpose or by accident:
 A setting that decides which rows are read, or what a step computes from them, is fixed
 (`cli.Decides`): a resume that changes it is refused, with its `note` as the reason. A setting that
 only decides where, how fast and how long the run computes may change; the change is printed, with
-its `note` if it has one. To train with
-other settings, start a new run from the old one (--init-from). If an old config.json lacks a
-setting, the default applies; if it has one that this code lacks, the resume is refused. Rejected: a
-warning instead of a refusal. No one reads the log of a job that resumes at night.
+its `note` if it has one. To train with other settings, fork the run (--fork-from). If an old
+config.json lacks a setting, the default applies; if it has one that this code lacks, the resume is
+refused. Rejected: a warning instead of a refusal. No one reads the log of a job that resumes at
+night.
 """
 
 import argparse
 import contextlib
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import Field, asdict, dataclass, fields, replace
 from functools import partial
@@ -35,7 +34,7 @@ from typing import Any, get_args, get_type_hints
 
 from nanochat.attention import KERNELS, MODES
 from nanochat.checkpoint import SaveSettings
-from nanochat.cli import Decides, Parser, setting, value_of
+from nanochat.cli import Decides, Parser, check_bounds, setting, value_of
 from nanochat.common import check_shape, open_door, parse_json
 from nanochat.curriculum import Curriculum, CurriculumSettings, load
 from nanochat.files import DATASET_NAME, FORMATS
@@ -386,18 +385,7 @@ class Settings(
     def __post_init__(self) -> None:
         super().__post_init__()
         for name, value in self.differing().items():
-            rule = fields_of(type(self))[name].metadata
-            if isinstance(value, float) and not math.isfinite(value):
-                raise ValueError(f"{flag(name)}: got {value}, expected a finite number")
-            if "least" in rule and not rule["least"] <= value <= rule.get("most", value):
-                most = f" and at most {rule['most']:,}" if "most" in rule else ""
-                raise ValueError(
-                    f"{flag(name)}: got {value}, expected at least {rule['least']}{most}"
-                )
-            if "above" in rule and not value > rule["above"]:
-                raise ValueError(
-                    f"{flag(name)}: got {value}, expected a number above {rule['above']}"
-                )
+            check_bounds(flag(name), value, fields_of(type(self))[name].metadata)
         self.is_kept(0)  # checks --save-at
         if self.fork_from is not None and self.init_from is not None:
             raise ValueError(
@@ -434,6 +422,7 @@ class Settings(
         """The settings in a run's config.json. A missing setting gets its default; unknown entries
         are ignored. ValueError for a value that is invalid for its setting."""
         where = "restore the run's config.json, which was damaged or edited"
+        value = _migrated(value)
         order = value.get("order", Settings.order)
         check_shape({"order": order}, {"order": str}, where)
         try:
@@ -650,17 +639,21 @@ def current(config: Mapping[str, Any]) -> dict[str, Any]:
     return {name: config[name] for name in config if name in known or name not in REMOVED}
 
 
+def _migrated(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A run's config.json, with --save-at in place of an older version's --keep-milestone-every."""
+    every = config.get("keep_milestone_every")
+    return {**config, "save_at": f"{every}*"} if every else config
+
+
 def flags_of_run(config: Mapping[str, Any]) -> dict[str, Any]:
     """The entries of a run's config.json that --config takes as flags: not --resume and --force,
     which describe one launch."""
-    flags = {
+    config = _migrated(config)
+    return {
         name: config[name]
         for name, f in known_settings(config).items()
         if f.metadata.get("flag", True) and name in config and name not in ("resume", "force")
     }
-    if every := config.get("keep_milestone_every"):  # of an older version
-        flags["save_at"] = f"{every}*"
-    return flags
 
 
 def inherited_flags(given: Sequence[str]) -> dict[str, Any]:

@@ -372,11 +372,13 @@ def test_the_config_json_of_a_run_with_removed_settings_is_a_file_of_flags(tmp_p
     assert parse(f"--config={tmp_path / 'config.json'}") == RUN
 
 
-def test_an_older_run_keeps_its_milestones_if_its_config_json_is_the_file_of_flags(tmp_path):
-    write_json(
-        tmp_path / "config.json", {**RUN.to_json(), "keep_milestone_every": 7, "derived": {}}
-    )
-    assert parse(f"--config={tmp_path / 'config.json'}") == replace(RUN, save_at="7*")
+def test_the_milestones_of_an_older_run_are_its_save_at(tmp_path):
+    """Without it, a resume would delete the milestones that the run has saved."""
+    run = {**RUN.to_json(), "keep_milestone_every": 7}
+    keeps = replace(RUN, save_at="7*")
+    assert resume_settings(run, keeps, run_dir=RUN_DIR) == (keeps, {})
+    write_json(tmp_path / "config.json", {**run, "derived": {}})
+    assert parse(f"--config={tmp_path / 'config.json'}") == keeps
 
 
 @pytest.mark.parametrize(

@@ -721,7 +721,10 @@ def resume_settings(
     if refused:
         lines, path = "\n  ".join(refused).replace("RUN/", f"{run_dir}/"), run_dir / "config.json"
         weights = (
-            f"; --init-from={run_dir.name} starts it with the weights of this run" if fits else ""
+            f"; --fork-from={run_dir.name} continues this run with them, and --init-from={run_dir.name} "
+            f"takes its weights only"
+            if fits
+            else ""
         )
         restart = "; to replace this run, which has no checkpoint yet, add --resume=scratch --force"
         raise ValueError(

@@ -553,8 +553,9 @@ def after_failure(run: Run) -> str:
     checkpoints = list_checkpoints(run.run_dir)
     kept = f"{checkpoints[0]} is kept" if checkpoints else "no checkpoint exists yet"
     return (
-        f"The step was not applied, and {kept}. Start a new run with lower learning rates "
-        f"(--model-tag NAME), or one that skips this step (--init-from, --skip-steps)"
+        f"The step was not applied, and {kept}. Fork the run from an earlier step "
+        f"(--fork-from={run.run_dir.name}@STEP --model-tag=NAME) with lower learning rates, or without the rows "
+        f"of this step (--skip-steps)"
     )
 
 

@@ -215,3 +215,11 @@ def test_the_order_of_documents_stays_when_rows_get_another_length():
     other = order_of(source, replace(before, T=32))
     shares = [[o.share(lane, 0) for lane in range(V)] for o in (order, longer, other)]
     assert shares[0] == shares[1] != shares[2]
+
+
+def test_documents_packed_anew_arrive_in_the_order_in_which_they_arrived():
+    before, config = config_of("crop", T=16), config_of("crop", T=32)
+    waiting = [[0, 0, 1, 5, 0, 20], [0, 0, 2, 6, 0, 30], [0, 0, 0, 7, 0, 10]]
+    moved = pack_anew({"epoch": 0, "place": 9, "waiting": waiting}, before, config)
+    pieces = sorted(moved["waiting"], key=lambda piece: piece[5])
+    assert [piece[2] for piece in pieces] == [0, 1, 2]

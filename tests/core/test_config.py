@@ -442,7 +442,7 @@ def rules_of_settings(run_dir):
             resume_settings(run, RUN, run_dir=run_dir)
             answers[name] = "allowed"
         except ValueError as e:
-            answers[name] = "weights fit" if "; --init-from=" in str(e) else "refused"
+            answers[name] = "weights fit" if " --init-from=" in str(e) else "refused"
     receipts = {kind.__name__: [*receipt.row_settings(run)] for kind, run in RUNS.items()}
     return [receipts, answers]
 

@@ -311,9 +311,9 @@ def compare(run: RunReader, first: int, last: int, process: Process, data_path: 
 
 
 def saved_at(run: RunReader, step: int) -> Checkpoint | None:
-    """The good checkpoint of a step; None for the beginning of a run. ValueError or
-    FileNotFoundError if there is none."""
-    if step == 0 and not any(step_of(path) == 0 for path in list_checkpoints(run.run_dir)):
+    """The good checkpoint of a step; None for the beginning of a run, whose weights follow from its
+    seed even if they were saved. ValueError or FileNotFoundError if there is none."""
+    if step == 0 and run.fork is None:
         return None
     return find_checkpoint(f"{run.run_dir}@{step}")
 

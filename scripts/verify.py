@@ -521,7 +521,7 @@ def check_weights(path: Path, args: argparse.Namespace, _: tqdm) -> Iterator[str
     """Train stretches of a run again, from one checkpoint of its receipt to the next, and compare
     bits."""
     from nanochat.config import Settings
-    from scripts.receipt import horizons_of, read_receipt, training_settings
+    from scripts.receipt import read_receipt, training_settings
 
     receipt = read_receipt(path)
     if "checkpoints" not in receipt:
@@ -533,10 +533,8 @@ def check_weights(path: Path, args: argparse.Namespace, _: tqdm) -> Iterator[str
             f"{path}: --{name.replace('_', '-')} is {theirs!r} in the receipt, but {own!r} in "
             f"{run.run_dir / CONFIG_NAME}; the run is not the one of the receipt, or was edited"
         )
-    if horizons_of(run)[: len(receipt["horizons"])] != receipt["horizons"]:
-        raise ValueError(
-            f"{path}: the launches in {run.log_path} are not those of the receipt; it was edited"
-        )
+    check_launches(path, receipt, run)
+    check_digests(path, receipt, run)
     stretches = choose_stretches(path, receipt, run, args.replay)
     share = sum(len(stretch) for stretch in stretches) / (receipt["steps"] - run.first_step)
     names = ", ".join(f"{stretch.start:,} to {stretch.stop:,}" for stretch in stretches)
@@ -547,6 +545,45 @@ def check_weights(path: Path, args: argparse.Namespace, _: tqdm) -> Iterator[str
             words.append(f"--data-path={args.data_path}")
         replay([str(run.run_dir), *words], args.processes)
         yield f"  OK steps {stretch.start:,} to {stretch.stop:,}: every bit of the second checkpoint follows"
+
+
+def check_launches(path: Path, receipt: Mapping[str, Any], run: RunReader) -> None:
+    """ValueError unless each launch of a run had the settings and the length that its receipt says:
+    a replay uses those in the log."""
+    from scripts.receipt import horizons_of
+
+    found, known = horizons_of(run), receipt["horizons"]
+    # later launches may train further, but not the receipt's steps with another length
+    added = found[len(known) :]
+    longer = [first for first, steps in added if first < receipt["steps"] and steps != known[-1][1]]
+    if found[: len(known)] != known or longer:
+        raise ValueError(
+            f"{path}: the launches in {run.log_path} are not those of the receipt; it was edited"
+        )
+    for launch in run.launches:
+        changed = launch.started.get("changed") or {}
+        for name in sorted(changed.keys() & receipt["training"].keys()):
+            raise ValueError(
+                f"{path}: --{name.replace('_', '-')} is {receipt['training'][name]!r} in the receipt, but the "
+                f"launch at step {launch.first:,} in {run.log_path} has changed it, which no launch may"
+            )
+
+
+def check_digests(path: Path, receipt: Mapping[str, Any], run: RunReader) -> None:
+    """ValueError unless the log of a run has the digests of its receipt. A replay compares rows with
+    the log alone, so the log must be the one that the receipt describes."""
+    from scripts.receipt import next_link
+
+    link = ""
+    for step in range(receipt.get("first", 0), receipt["steps"]):
+        digest = run.digests.get(step, "")
+        link = next_link(link, digest)
+        mark = receipt["marks"].get(str(step))
+        if mark is not None and mark != {"digest": digest, "chain": link}:
+            raise ValueError(
+                f"{path}: the digests in {run.log_path} up to step {step:,} are not those of the receipt; the log "
+                f"is of another run, or was edited"
+            )
 
 
 def choose_stretches(

@@ -18,7 +18,7 @@ from nanochat.checkpoint import (
 )
 from scripts import receipt, verify
 from tests import training
-from tests.finished import RUN, command, copy
+from tests.finished import RUN, STEPS, command, copy
 
 
 @pytest.fixture(autouse=True)
@@ -127,6 +127,64 @@ def test_a_checkpoint_that_was_replaced_after_the_receipt_is_named():
     path = publish()
     rewrite(4, flip_a_bit)
     assert "step 4 is not the one of the receipt" in checked(path, "2:4").out
+
+
+def edit_log(change, tag="run"):
+    """Rewrite each line of a log. `change`: takes a record and returns the new one."""
+    path = training.log_file(tag)
+    records = [change(json.loads(line)) for line in path.read_text().splitlines()]
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+
+
+def test_a_log_with_other_digests_than_the_receipts_is_named_before_the_replay():
+    path = publish()
+    edit_log(lambda record: {**record, "digest": "0" * 16} if record["step"] == 5 else record)
+    outcome = checked(path, "0:2")
+    assert outcome.code == 1 and "not those of the receipt" in outcome.out
+    assert "OK" not in outcome.out
+
+
+def test_a_launch_that_claims_another_rate_is_named():
+    path = publish()
+
+    def change(record):
+        return (
+            {**record, "changed": {"matrix_lr": 0.05}}
+            if record.get("event") == "started"
+            else record
+        )
+
+    edit_log(change)
+    outcome = checked(path, "0:2")
+    assert outcome.code == 1 and "--matrix-lr is 0.02 in the receipt" in outcome.out
+
+
+def test_a_launch_that_was_added_afterwards_with_another_length_is_named():
+    path = publish()
+    lines = training.log_file().read_text().splitlines()
+    started = json.loads(next(line for line in lines if '"started"' in line))
+    added = json.dumps({**started, "num_iterations": 2 * STEPS})
+    training.log_file().write_text("\n".join([*lines, added, *lines[1:]]) + "\n")
+    assert "launches" in checked(path, "0:2").out
+
+
+def test_a_run_that_was_trained_further_still_has_its_receipt():
+    path = publish()
+    training.succeed(num_iterations=STEPS + 2)
+    outcome = checked(path, "4:6")
+    assert outcome.code == 0, outcome.out
+
+
+def test_a_saved_beginning_must_be_the_seeds_new_weights():
+    training.succeed(model_tag="early", save_at="0", save_every=2)
+    assert checked(publish("early"), "0:2").code == 0
+    rewrite(0, flip_a_bit, "early")
+    rest = training.run_dir("early") / "checkpoints"
+    shutil.rmtree(rest / "checkpoint-2")
+    shutil.rmtree(rest / "checkpoint-4")
+    # trained on from the false beginning
+    training.succeed(model_tag="early", save_at="0", save_every=2, resume="early@0", force=True)
+    assert checked(publish("early"), "0:2").code == 1
 
 
 # ---- what is missing -----------------------------------------------------------------------------

@@ -17,21 +17,22 @@ from pathlib import Path
 
 from nanochat.checkpoint import list_checkpoints, step_of
 from nanochat.common import counted
-from nanochat.run_dir import find_run_at
-from nanochat.run_reader import RunReader
+from nanochat.run_dir import CONFIG_NAME, Fork, find_run_at, is_step, iter_log, read_config
 
 
-def check_step(run: RunReader, step: int) -> None:
+def check_step(run_dir: Path, step: int) -> None:
     """ValueError unless a run has trained `step` steps itself."""
-    if step < run.first_step:
-        assert run.fork is not None
+    fork = Fork.of(read_config(run_dir).get("fork"), run_dir / CONFIG_NAME)
+    if fork is not None and step < fork.step:
         raise ValueError(
-            f"{run.name}@{step}: the run is a fork, and begins with step {run.first_step}; name the run that "
-            f"it continues: {run.fork.run}@{step}"
+            f"{run_dir.name}@{step}: the run is a fork, and begins with step {fork.step}; name the run that it "
+            f"continues: {fork.run}@{step}"
         )
-    if step > run.num_steps:
+    log = iter_log(run_dir / "logs" / "train.jsonl")
+    trained = 1 + max((record["step"] for record in log if is_step(record)), default=-1)
+    if step > trained:
         raise ValueError(
-            f"{run.name}@{step}: the run has trained {counted(run.num_steps, 'step')}; name one of its steps, or "
+            f"{run_dir.name}@{step}: the run has trained {counted(trained, 'step')}; name one of its steps, or "
             f"train further"
         )
 
@@ -58,7 +59,7 @@ def make_available(name: str | None, *, kept: bool = True) -> str | None:
     step = unsaved_step(name)
     if name is None or step is None:
         return name
-    check_step(RunReader(find_run_at(name)[0]), step)
+    check_step(find_run_at(name)[0], step)
     words = [name]
     result = name
     if not kept:

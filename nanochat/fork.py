@@ -43,9 +43,8 @@ from nanochat.pins import (
     pins_of,
     read_manifests,
 )
-from nanochat.run_dir import Fork, is_run_dir, read_config
+from nanochat.run_dir import Fork, changes_text, is_run_dir, read_config
 from nanochat.run_order import order_of, stream_config
-from nanochat.run_reader import changes_text
 from nanochat.sources import RunData, Source, check_files
 from nanochat.stream import Cursor, RowsConfig, stream_identity
 
@@ -150,7 +149,7 @@ def _share_limit(settings: Settings, parent: Parent) -> int | None:
 
 
 def _inherit(settings: Settings, parent: Parent) -> Settings:
-    """The settings with those of the parent that no flag names, such as Megatron's num_samples."""
+    """The settings with those of the parent that no flag names, such as those that an order of its own works out."""
     values = {}
     for name, f in fields_of(type(settings)).items():
         is_hidden = f.metadata.get("auto") and not f.metadata.get("flag", True)

@@ -47,7 +47,7 @@ import stat
 import time
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -61,6 +61,8 @@ from nanochat.common import (
     parse_json,
     read_json,
     remove_leftovers,
+    show,
+    visible,
     write_bytes,
 )
 
@@ -198,6 +200,33 @@ class Fork(NamedTuple):
 
 
 # ---- names in checkpoints/ ----------------------------------------------------------------------
+
+
+WIDEST = 50  # maximum number of characters shown of a changed setting
+
+
+def changes_text(changes: Mapping[str, Sequence[Any]]) -> str:
+    """What a fork changed, in words."""
+    words = []
+    for name, values in changes.items():
+        texts = [mix_text(value) or json.dumps(value) for value in values]
+        shown = [text if len(text) <= WIDEST else f"{text[: WIDEST - 3]}..." for text in texts]
+        words.append(f"{name} {' -> '.join(shown)}")
+    return visible(", ".join(words)) or "nothing changed"
+
+
+def mix_text(value: object) -> str:
+    """The mixes of a curriculum, such as 9 web + 1 code; '' for any other value."""
+    try:
+        check_shape(value, {"phases": [{"mix": dict}]}, "")
+    except ValueError:
+        return ""
+    assert isinstance(value, dict)
+    mixes = []
+    for phase in value["phases"]:
+        parts = [f"{show(weight)} {bucket}" for bucket, weight in phase["mix"].items()]
+        mixes.append(" + ".join(parts))
+    return ", then ".join(mixes)
 
 
 def checkpoint_folders(run_dir: Path) -> dict[str, Path]:

@@ -29,7 +29,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from nanochat.common import check_shape, is_remote, read_json, show, visible
+from nanochat.common import check_shape, is_remote, read_json
 from nanochat.run_dir import (
     CONFIG_NAME,
     PLAN_NAME,
@@ -64,7 +64,6 @@ EVENTS: dict[str, dict[str, object]] = {
 }
 ENDS = ("completed", "stopped", "halted", "failed")  # events that end a launch
 EVALUATION = {"step": int, "train_bpb": dict, "samples": dict}
-WIDEST = 50  # maximum number of characters shown of a changed setting
 Table = list[tuple[Any, ...]]
 LogRecord = dict[str, Any]  # a line of the log
 
@@ -532,30 +531,6 @@ def tree_of(parents: Mapping[str, str | None]) -> dict[str, int]:
         pending += [(fork, depth + 1) for fork in reversed(forks[run])]
     lost = parents.keys() - depths.keys()  # in a circle, after an edit of config.json
     return depths | dict.fromkeys(sorted(lost), 0)
-
-
-def changes_text(changes: Mapping[str, Sequence[Any]]) -> str:
-    """What a fork changed, in words."""
-    words = []
-    for name, values in changes.items():
-        texts = [mix_text(value) or json.dumps(value) for value in values]
-        shown = [text if len(text) <= WIDEST else f"{text[: WIDEST - 3]}..." for text in texts]
-        words.append(f"{name} {' -> '.join(shown)}")
-    return visible(", ".join(words)) or "nothing changed"
-
-
-def mix_text(value: object) -> str:
-    """The mixes of a curriculum, such as 9 web + 1 code; '' for any other value."""
-    try:
-        check_shape(value, {"phases": [{"mix": dict}]}, "")
-    except ValueError:
-        return ""
-    assert isinstance(value, dict)
-    mixes = []
-    for phase in value["phases"]:
-        parts = [f"{show(weight)} {bucket}" for bucket, weight in phase["mix"].items()]
-        mixes.append(" + ".join(parts))
-    return ", then ".join(mixes)
 
 
 def differing_settings(configs: Sequence[Mapping[str, Any]]) -> Table:

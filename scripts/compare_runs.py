@@ -53,7 +53,7 @@ from nanochat.cli import EXIT_FAILED, Parser, run_main, setup_logging
 from nanochat.common import counted, show, table
 from nanochat.config import current
 from nanochat.dist import VERSIONS
-from nanochat.run_dir import find_run, is_step, read_cursors
+from nanochat.run_dir import changes_text, find_run, is_step, read_cursors
 from nanochat.run_history import (
     Effect,
     Parting,
@@ -63,7 +63,7 @@ from nanochat.run_history import (
     find_parting,
     history_of,
 )
-from nanochat.run_reader import RunReader, changes_text, differing_settings, flat_numbers
+from nanochat.run_reader import RunReader, differing_settings, flat_numbers
 
 DATA = {"digest": "digests", "tokens": "token counts", "cursors": "cursors"}
 SERIES = {

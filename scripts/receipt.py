@@ -65,6 +65,8 @@ from nanochat.tokenizer import Tokenizer, get_tokenizer
 
 FORMAT = 2
 NAME = "receipt.json"
+# settings that decide what a step computes, but name files or runs, which have their own hashes
+OF_ONE_MACHINE = ("without_documents", "init_from", "fork_from")
 EVERY = 1000  # steps between marks
 BUCKET = {"files": [str], "others": dict}
 MARK = {"digest": str, "chain": str}
@@ -164,7 +166,7 @@ def training_settings(settings: Settings) -> dict[str, Any]:
     return {
         name: getattr(settings, name)
         for name, f in fields_of(type(settings)).items()
-        if f.metadata["decides"]
+        if f.metadata["decides"] and name not in OF_ONE_MACHINE
     }
 
 

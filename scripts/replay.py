@@ -376,7 +376,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     run_dir, selector = find_run_at(args.run)
     run = RunReader(run_dir)
     first, step = what_to_replay(args.run, selector, args.check)
-    check_step(run, step)
+    check_step(run_dir, step)
     if args.out is not None and args.out.exists():
         raise ValueError(f"--out={args.out}: it exists; name a new folder")
     device_type = (run.launches[-1].started.get("device") if run.launches else "") or ""

@@ -34,8 +34,8 @@ from typing import Any
 
 from nanochat.cli import Parser, run_main
 from nanochat.common import duration, get_base_dir, show, table
-from nanochat.run_dir import Fork, find_run, list_runs, run_path
-from nanochat.run_reader import RunReader, changes_text, tree_of
+from nanochat.run_dir import Fork, changes_text, find_run, list_runs, run_path
+from nanochat.run_reader import RunReader, tree_of
 
 WATCH_EVERY_S = 2.0
 # --sort's name for a column, and the field of the status that it sorts by

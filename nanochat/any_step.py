@@ -38,7 +38,7 @@ def check_step(run: RunReader, step: int) -> None:
 
 def unsaved_step(name: str | None) -> int | None:
     """The step that RUN@STEP names, if the run has no checkpoint of it; otherwise None."""
-    if name is None:
+    if not name:
         return None
     try:
         run_dir, selector = find_run_at(name)

@@ -31,17 +31,17 @@ memory.
                     | write, fsync, rename, prune |                   rank 0's thread: files only
                                                   ^ the next step's reduction carries the outcome
 
-**Retention.** A save may delete older checkpoints: those that are neither among the last
-`keep_last_k` nor at a step that `keep_milestone_every` divides. Without `keep_last_k`, it deletes
-only checkpoints saved by the 30-minute timer, except the newest two. For `keep_last_k` = 2 and
-`keep_milestone_every` = 400, just after step 700 was saved:
+**Retention.** A save may delete older checkpoints: those that are neither at a step of `save_at` nor
+among the last `keep_last_k` of the others. Without `keep_last_k`, it deletes only checkpoints saved
+by the 30-minute timer, except the newest two. For `keep_last_k` = 2 and `save_at` = 400*, just after
+step 700 was saved:
 
     checkpoint-  100   200   300   400   500   600   700   800(corrupt)   final
-                  x     x     x     M     x     L     L     ?              F
+                  x     x     x     S     x     L     L     ?              F
 
-x: deleted. M: kept by `keep_milestone_every`, L: by `keep_last_k`, which counts only good
-checkpoints. Files of other programs, `final`, checkpoints newer than the one just written, and
-those whose seal says "kept" (--save-at) are never deleted.
+x: deleted. S: kept by `save_at`, L: by `keep_last_k`, which counts only good checkpoints. The seal of
+a checkpoint at a step of `save_at` says "kept", so later launches without `save_at` keep it, too.
+Files of other programs, `final`, and checkpoints newer than the one just written are never deleted.
 """
 
 import contextlib
@@ -49,7 +49,9 @@ import errno
 import io
 import json
 import logging
+import math
 import os
+import re
 import shutil
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -60,6 +62,7 @@ from typing import Any
 
 import torch
 
+from nanochat.cli import setting
 from nanochat.common import (
     check_shape,
     differences,
@@ -96,6 +99,76 @@ RNG_NAME = "rng/rank_{}.pkl"
 TIMED_KEPT = 2  # checkpoints saved by the 30-minute timer
 MAX_ERRORS = 3  # failed saves in a row that end the run
 RETRY_S = 30.0  # for which a save is repeated before its error ends the run
+
+
+# ---- settings ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class SaveSettings:
+    """saving"""
+
+    save_every: int = setting(
+        -1,
+        "steps between checkpoints; -1: one every 30 minutes, keeping the newest two; 0: only at the end",
+    )
+    save_at: str | None = setting(
+        None,
+        "also save after these numbers of steps, and never delete these checkpoints: steps, N* for every Nth "
+        "step, and log for 0, 1, 2, 4, 8, ..., separated by commas, such as 0,100,5000*",
+        metavar="LIST",
+    )
+    sync_save: bool = setting(False, "pause training until each checkpoint is written")
+    keep_last_k: int | None = setting(
+        None,
+        "keep only the newest N numbered checkpoints (default: all, but only the newest two of those saved every "
+        "30 minutes)",
+        least=1,
+    )
+
+    def is_kept(self, step: int) -> bool:
+        """Whether --save-at names a step. ValueError if --save-at is malformed."""
+        singles, strides, is_log = self._save_points()
+        is_power = step & (step - 1) == 0  # or 0
+        return step in singles or _divides(strides, step) or (is_log and is_power)
+
+    def number_of_saves(self, end: int) -> int:
+        """The number of steps below `end` at which --save-at or --save-every=N saves."""
+        singles, strides, is_log = self._save_points()
+        if self.save_every > 0:
+            strides.add(self.save_every)
+        if is_log:
+            singles |= {0} | {2**i for i in range(end.bit_length())}
+        alone = {step for step in singles if step < end and not _divides(strides, step)}
+        return len(alone) + _number_of_multiples([*strides], end - 1)
+
+    def _save_points(self) -> tuple[set[int], set[int], bool]:
+        """(steps, the N of each N*, whether log is among them) of --save-at."""
+        words = [] if self.save_at is None else self.save_at.split(",")
+        for word in words:
+            if re.fullmatch(r"log|[0-9]{1,12}|[1-9][0-9]{0,11}\*", word) is None:
+                raise ValueError(
+                    f"--save-at: got {self.save_at!r:.100}, expected steps, N* for every Nth step, or log, "
+                    f"separated by commas, such as 0,100,5000*"
+                )
+        singles = {int(word) for word in words if word.isdecimal()}
+        strides = {int(word[:-1]) for word in words if word.endswith("*")}
+        return singles, strides, "log" in words
+
+
+def _divides(strides: Iterable[int], step: int) -> bool:
+    """Whether a step, 0 excepted, is a multiple of one of the `strides`."""
+    return step > 0 and any(step % n == 0 for n in strides)
+
+
+def _number_of_multiples(strides: list[int], last: int) -> int:
+    """How many of the numbers 1 to `last` are multiples of one of the `strides`."""
+    if last < 1 or not strides:
+        return 0
+    n, *others = strides
+    # of the multiples n, 2 n, 3 n, ..., those that the others count, too
+    shared = [math.lcm(n, other) // n for other in others]
+    return last // n + _number_of_multiples(others, last) - _number_of_multiples(shared, last // n)
 
 
 # ---- plain states --------------------------------------------------------------------------------
@@ -500,15 +573,13 @@ def prune(
     run_dir: Path,
     good_step: int,
     known: dict[str, bool],
-    *,
-    keep_last_k: int | None = None,
-    keep_milestone_every: int | None = None,
+    settings: SaveSettings,
 ) -> list[str]:
     """Delete the numbered checkpoints of a run that retention does not keep, oldest first. Returns
     their names. `good_step`: the step of a checkpoint that this process has just written. `known`:
     {name: whether the checkpoint is good}; others are verified, which reads them whole, before they
-    count, and added. Corrupt ones and those that are kept forever do not count. With `keep_last_k`
-    None, only timed checkpoints are deleted, except the newest TIMED_KEPT of them.
+    count, and added. Corrupt ones and those that are kept forever do not count. Without keep_last_k
+    in `settings`, only timed checkpoints are deleted, except the newest TIMED_KEPT of them.
 
     Deletes only folders whose seal is valid and is for the step in their name: a copy, a link or a
     file of another program stays. A checkpoint that cannot be deleted stays, with a warning."""
@@ -521,11 +592,12 @@ def prune(
                 name in (f"checkpoint-{step}", f"checkpoint-{step}-shutdown")
                 and not path.is_symlink()
             )
-            is_ruled = not seal.get("kept") and (keep_last_k is not None or seal.get("by_time"))
-            if own and step <= good_step and is_ruled:
+            is_kept = seal.get("kept") or settings.is_kept(step)
+            may_go = settings.keep_last_k is not None or seal.get("by_time")
+            if own and step <= good_step and may_go and not is_kept:
                 numbered.append((step, name, path))
     older, kept = sorted(numbered), 0
-    while older and kept < (keep_last_k or TIMED_KEPT):
+    while older and kept < (settings.keep_last_k or TIMED_KEPT):
         _, name, path = older.pop()
         if name not in known:
             known[name] = True
@@ -537,7 +609,7 @@ def prune(
         kept += known[name]
     deleted = []
     for step, name, path in older:
-        if step == good_step or (keep_milestone_every and step % keep_milestone_every == 0):
+        if step == good_step:
             continue
         try:
             delete_checkpoint(path)

@@ -25,6 +25,7 @@ import gc
 import io
 import json
 import logging
+import math
 import os
 import re
 import select
@@ -99,6 +100,18 @@ def setting(
     """
     rules = {"help": help, "decides": decides, "note": note or REASONS.get(decides, "")}
     return field(default=default, metadata={**rules, **more})
+
+
+def check_bounds(flag: str, value: object, rules: Mapping[str, Any]) -> None:
+    """ValueError if a number other than the default is out of the bounds in `rules`, the metadata
+    of its setting."""
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ValueError(f"{flag}: got {value}, expected a finite number")
+    if "least" in rules and not rules["least"] <= value <= rules.get("most", value):
+        most = f" and at most {rules['most']:,}" if "most" in rules else ""
+        raise ValueError(f"{flag}: got {value}, expected at least {rules['least']}{most}")
+    if "above" in rules and not value > rules["above"]:
+        raise ValueError(f"{flag}: got {value}, expected a number above {rules['above']}")
 
 
 # ---- flags --------------------------------------------------------------------------------------

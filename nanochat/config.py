@@ -18,17 +18,14 @@ different flags, on purpose or by accident:
 A setting that decides which rows are read, or what a step computes from them, is fixed
 (`cli.Decides`): a resume that changes it is refused, with its `note` as the reason. A setting that
 only decides where, how fast and how long the run computes may change; the change is printed, with
-its `note` if it has one. To train with
-other settings, start a new run from the old one (--init-from). If an old config.json lacks a
-setting, the default applies; if it has one that this code lacks, the resume is refused. Rejected: a
-warning instead of a refusal. No one reads the log of a job that resumes at night.
+its `note` if it has one. To train with other settings, fork the run (--fork-from). If an old
+config.json lacks a setting, the default applies; if it has one that this code lacks, the resume is
+refused. Rejected: a warning instead of a refusal. No one reads the log of a job that resumes at
+night.
 """
 
 import argparse
 import contextlib
-import json
-import math
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import Field, asdict, dataclass, fields, replace
 from functools import partial
@@ -36,8 +33,9 @@ from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 from nanochat.attention import KERNELS, MODES
-from nanochat.cli import Decides, Parser, setting, value_of
-from nanochat.common import check_shape, open_door, parse_json, show
+from nanochat.checkpoint import SaveSettings
+from nanochat.cli import Decides, Parser, check_bounds, setting, value_of
+from nanochat.common import check_shape, open_door, parse_json
 from nanochat.curriculum import Curriculum, CurriculumSettings, load
 from nanochat.files import DATASET_NAME, FORMATS
 from nanochat.gpt import ASPECT_RATIO, HEAD_DIM, GPTConfig
@@ -49,7 +47,7 @@ from nanochat.run_dir import (
     read_config,
     run_path,
 )
-from nanochat.schedule import MOST_STEPS, ScheduleSettings
+from nanochat.schedule import HorizonSettings, ScheduleSettings
 from nanochat.sinks import SinkSettings
 from nanochat.text import Selection, TextSettings
 from nanochat.tokenizer import TokenizerSettings
@@ -57,7 +55,6 @@ from nanochat.tokenizer import TokenizerSettings
 TARGETS = "decides which targets count in the loss"
 ORIGIN = "decides how the run begins"
 # what a change does
-HORIZON = "moves the end of the run: schedules stretch or shrink from here on"
 ROUNDING = "same data, but not the same bits: "
 
 MAX_RATE = 10**6  # largest learning rate: far above useful ones, far below those that overflow
@@ -226,20 +223,6 @@ class DataSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
-class HorizonSettings:
-    """length of the run (the first one set applies; a curriculum takes precedence over
-    --target-param-data-ratio)"""
-
-    num_iterations: int = setting(
-        -1, "number of optimizer steps; -1: not set", note=HORIZON, least=1, most=MOST_STEPS
-    )
-    target_flops: float = setting(-1.0, "number of FLOPs to spend; -1: not set", note=HORIZON)
-    target_param_data_ratio: float = setting(
-        12.0, "tokens per parameter of the layers and the output head; -1: not set", note=HORIZON
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
 class OptimizerSettings:
     """optimization (base rates are for batches of 2^19 tokens and, for embeddings and head, width
     768)"""
@@ -322,8 +305,7 @@ class OptimizerSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationSettings:
-    """evaluating and saving (every N steps and at the end; -1: never; --save-every=-1: every 30
-    minutes)"""
+    """evaluating (every N steps and at the end; -1: never)"""
 
     eval_every: int = setting(250, "steps between evaluations")
     eval_tokens: int = setting(
@@ -333,46 +315,9 @@ class EvaluationSettings:
     )
     core_metric_every: int = setting(-1, "steps between evaluations of the CORE metric")
     core_metric_max_per_task: int = setting(500, "examples per CORE task; -1: all")
-    eval_bundle: str | None = setting(
-        None, "folder of the CORE tasks (default: <base dir>/eval_bundle)", metavar="DIR"
-    )
     sample_every: int = setting(
         2000, "steps between samples, in which the model continues validation text"
     )
-    save_every: int = setting(
-        -1,
-        "steps between checkpoints; -1: one every 30 minutes, keeping the newest two; 0: only at the end",
-    )
-    save_at: str | None = setting(
-        None,
-        "also save after these numbers of steps, and never delete these checkpoints: 0,100,1000, or log for "
-        "0, 1, 2, 4, 8, ...",
-        metavar="LIST",
-    )
-    sync_save: bool = setting(False, "pause training until each checkpoint is written")
-    keep_last_k: int | None = setting(
-        None,
-        "keep only the newest N numbered checkpoints (default: all, but only the newest two of those saved every "
-        "30 minutes)",
-        least=1,
-    )
-    keep_milestone_every: int | None = setting(
-        None, "also keep the checkpoints of steps divisible by N", least=1
-    )
-
-    def kept_steps(self, last: int) -> set[int]:
-        """The steps up to `last` that --save-at names. ValueError if it is not a list of steps."""
-        if self.save_at is None:
-            return set()
-        if self.save_at == "log":
-            powers = {2**i for i in range(last.bit_length())}
-            return powers | {0}
-        if re.fullmatch("[0-9]{1,12}(,[0-9]{1,12})*", self.save_at) is None:
-            raise ValueError(
-                f"--save-at: got {self.save_at!r:.100}, expected log, or steps separated by commas, such as 0,100,1000"
-            )
-        steps = map(int, self.save_at.split(","))
-        return {step for step in steps if step <= last}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -421,6 +366,7 @@ class LongRunSettings:
 class Settings(
     LongRunSettings,
     SinkSettings,
+    SaveSettings,
     EvaluationSettings,
     ScheduleSettings,
     OptimizerSettings,
@@ -439,19 +385,8 @@ class Settings(
     def __post_init__(self) -> None:
         super().__post_init__()
         for name, value in self.differing().items():
-            rule = fields_of(type(self))[name].metadata
-            if isinstance(value, float) and not math.isfinite(value):
-                raise ValueError(f"{flag(name)}: got {value}, expected a finite number")
-            if "least" in rule and not rule["least"] <= value <= rule.get("most", value):
-                most = f" and at most {rule['most']:,}" if "most" in rule else ""
-                raise ValueError(
-                    f"{flag(name)}: got {value}, expected at least {rule['least']}{most}"
-                )
-            if "above" in rule and not value > rule["above"]:
-                raise ValueError(
-                    f"{flag(name)}: got {value}, expected a number above {rule['above']}"
-                )
-        self.kept_steps(0)  # checks --save-at
+            check_bounds(flag(name), value, fields_of(type(self))[name].metadata)
+        self.is_kept(0)  # checks --save-at
         if self.fork_from is not None and self.init_from is not None:
             raise ValueError(
                 "--fork-from, --init-from: use one of them; a fork continues a run in everything, and "
@@ -487,6 +422,7 @@ class Settings(
         """The settings in a run's config.json. A missing setting gets its default; unknown entries
         are ignored. ValueError for a value that is invalid for its setting."""
         where = "restore the run's config.json, which was damaged or edited"
+        value = _migrated(value)
         order = value.get("order", Settings.order)
         check_shape({"order": order}, {"order": str}, where)
         try:
@@ -575,6 +511,8 @@ REMOVED = frozenset(
         "log_every",
         "row_losses",
         "tokenizer_dir",  # now --tokenizer
+        "eval_bundle",
+        "keep_milestone_every",  # now --save-at
         "object_storage_cache",
         "init_optimizer",  # now forks
         "init_data",
@@ -590,6 +528,8 @@ ELSEWHERE = {  # flags of other programs and of older versions
         ("--row-losses", "--no-row-losses"), "omit it; the losses of rows are always kept"
     ),
     "--object-storage-cache": "omit it; copies are in <base dir>/object_storage, and NANOCHAT_BASE_DIR moves that",
+    "--eval-bundle": "omit it; the tasks of the CORE metric are in <base dir>/eval_bundle",
+    "--keep-milestone-every": "use --save-at=N*, which saves every Nth step and never deletes these checkpoints",
     "--resume-from-step": "use --resume=PATH to resume from that checkpoint, or --resume=auto (the default) to resume "
     "from the newest",
     "--allow-curriculum-change": "a run keeps its curriculum; to continue with a different one, start a new run "
@@ -699,9 +639,16 @@ def current(config: Mapping[str, Any]) -> dict[str, Any]:
     return {name: config[name] for name in config if name in known or name not in REMOVED}
 
 
+def _migrated(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A run's config.json, with --save-at in place of an older version's --keep-milestone-every."""
+    every = config.get("keep_milestone_every")
+    return {**config, "save_at": f"{every}*"} if every else config
+
+
 def flags_of_run(config: Mapping[str, Any]) -> dict[str, Any]:
     """The entries of a run's config.json that --config takes as flags: not --resume and --force,
     which describe one launch."""
+    config = _migrated(config)
     return {
         name: config[name]
         for name, f in known_settings(config).items()
@@ -774,7 +721,10 @@ def resume_settings(
     if refused:
         lines, path = "\n  ".join(refused).replace("RUN/", f"{run_dir}/"), run_dir / "config.json"
         weights = (
-            f"; --init-from={run_dir.name} starts it with the weights of this run" if fits else ""
+            f"; --fork-from={run_dir.name} continues this run with them, and --init-from={run_dir.name} "
+            f"takes its weights only"
+            if fits
+            else ""
         )
         restart = "; to replace this run, which has no checkpoint yet, add --resume=scratch --force"
         raise ValueError(
@@ -783,30 +733,6 @@ def resume_settings(
             f"{weights if checkpoint_folders(run_dir) else restart}"
         )
     return type(command)(**now), notices
-
-
-def setting_tables(
-    config: Mapping[str, Any], typed: Sequence[str]
-) -> dict[str, list[tuple[Any, ...]]]:
-    """The settings in a run's config.json as three tables: "set", (name, value, default) of those
-    that the command line named (`typed`); "worked out", (name, value) of those that follow from
-    them, the data and the machine; "default", (name, value) of all others."""
-    tables: dict[str, list[tuple[Any, ...]]] = {"set": [], "worked out": [], "default": []}
-    known = known_settings(config)
-    for name, value in config.items():
-        if name == "fork":  # the record of a fork, which reports describe in words
-            continue
-        default = known[name].default if name in known else None
-        if name in known and value == default:
-            tables["default"].append((name, json.dumps(value)))
-        elif name in typed:
-            tables["set"].append((name, json.dumps(value), json.dumps(default)))
-        elif name in current(config) and name != "derived":
-            tables["worked out"].append((name, json.dumps(value)))
-    for name, value in config["derived"].items():
-        if name not in typed:
-            tables["worked out"].append((name, show(value)))
-    return tables
 
 
 def settings_table() -> str:

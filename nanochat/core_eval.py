@@ -55,8 +55,8 @@ SHAPES = {  # the JSON of an item, by kind
 # of a task in core.yaml
 TASK_SHAPE = {"label": str, "dataset_uri": str, "num_fewshot": [int], "icl_task_type": str}
 FETCH = (
-    "fetch a complete bundle with python -m nanochat.dataset --eval-bundle (delete a broken one first), or pass "
-    "another folder to this command: --eval-bundle=DIR"
+    "fetch a complete bundle with python -m nanochat.dataset --eval-bundle (delete a broken one first); "
+    "scripts.base_eval reads another folder with --eval-bundle=DIR"
 )
 
 

@@ -85,9 +85,7 @@ def log_core(run: Run, training: Training, guard: Guard, journal: Journal) -> No
     guard.beat(step, "CORE", LONG_S)
     is_rank0 = training.loader.layout.rank == 0
     tasks = gather_results(
-        lambda: (
-            read_bundle(settings.eval_bundle, settings.core_metric_max_per_task) if is_rank0 else []
-        )
+        lambda: read_bundle(max_per_task=settings.core_metric_max_per_task) if is_rank0 else []
     )[0]
     for score in evaluate_core(training.model, run.data.tokenizer, tasks):
         scores.append(score)

@@ -22,14 +22,14 @@ waiting in a buffer are packed anew, and the ledger starts with them.
 `run_dir.Fork` is the record in config.json, from which schedules and plans count on.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from nanochat.checkpoint import SCHEDULER_NAME, Checkpoint, find_checkpoint
 from nanochat.cli import Decides
-from nanochat.common import differences, hash_json
+from nanochat.common import Difference, differences, hash_json
 from nanochat.config import OF_ONE_RUN, Settings, fields_of, flag
 from nanochat.files import data_at
 from nanochat.gpt import GPTConfig
@@ -46,7 +46,7 @@ from nanochat.pins import (
 from nanochat.run_dir import Fork, is_run_dir, read_config
 from nanochat.run_order import order_of, stream_config
 from nanochat.run_reader import changes_text
-from nanochat.sources import RunData, check_files
+from nanochat.sources import RunData, Source, check_files
 from nanochat.stream import Cursor, RowsConfig, stream_identity
 
 # settings that say what rows hold, and that a fork may change nevertheless
@@ -90,45 +90,22 @@ def branch_off(settings: Settings, parent: Parent) -> Settings:
     the fork would do nothing."""
     settings = _inherit(settings, parent)
     changes = _changes(settings, parent)
+    _check_parent(settings, parent, changes)
     checkpoint = parent.checkpoint
-    state = checkpoint.trainer_state
-    if state.get("status") == "halted":
-        lifts = {"data_path", "allow_bucket_exhaustion", *OF_ROWS} & changes.keys()
-        if not lifts:
-            raise ValueError(
-                f"--fork-from={settings.fork_from}: {parent.run_dir.name} halted at step "
-                f"{checkpoint.step}: {state['halted']}; a fork that reads the same data halts there, too. "
-                f"Change --curriculum or --data-path, add --allow-bucket-exhaustion, or name an earlier step"
-            )
-    before = stream_config(parent.settings)
-    after = stream_config(replace(settings, fork=parent.settings.fork))
+    tokens = checkpoint.trainer_state["progress"]["tokens"]
     earlier = Fork.of(parent.settings.fork)
-    share_limit = mix_tokens = None
-    if isinstance(before, StreamConfig) and isinstance(after, StreamConfig):
-        share_limit = before.share_limit
-        if before.tokens_in_shares != after.tokens_in_shares:
-            share_limit = before.tokens_in_shares or 0
-    tokens = state["progress"]["tokens"]
     mix_tokens = earlier.mix_tokens if earlier else 0
     if "curriculum" in changes:
         mix_tokens = tokens
-    known = settings.fork or {}
-    checksum = state["checksum"]
-    if known.get("checksum", checksum) != checksum:
-        raise ValueError(
-            f"--fork-from={settings.fork_from}: this run began with step {known['step']} of "
-            f"{known['run']}, but {checkpoint.path} is now a different checkpoint; restore the old one, or "
-            f"start a new run with --model-tag=NAME"
-        )
     fork = Fork(
         run=parent.run_dir.name,
         checkpoint=checkpoint.path.name,
         step=checkpoint.step,
         tokens=tokens,
-        checksum=checksum,
+        checksum=checkpoint.trainer_state["checksum"],
         changes=changes,
         mix_tokens=mix_tokens,
-        share_limit=share_limit,
+        share_limit=_share_limit(settings, parent),
     )
     if not changes.keys() & {*LENGTH, "total_batch_size"}:
         # the parent may have been extended since it started
@@ -137,6 +114,39 @@ def branch_off(settings: Settings, parent: Parent) -> Settings:
         if steps != derived:
             settings = replace(settings, num_iterations=steps)
     return replace(settings, fork=fork._asdict())
+
+
+def _check_parent(settings: Settings, parent: Parent, changes: Mapping[str, Any]) -> None:
+    """ValueError if the parent halted and these changes do not lift that, or if this fork began with
+    another checkpoint."""
+    checkpoint = parent.checkpoint
+    state = checkpoint.trainer_state
+    lifts = {"data_path", "allow_bucket_exhaustion", *OF_ROWS} & changes.keys()
+    if state.get("status") == "halted" and not lifts:
+        raise ValueError(
+            f"--fork-from={settings.fork_from}: {parent.run_dir.name} halted at step "
+            f"{checkpoint.step}: {state['halted']}; a fork that reads the same data halts there, too. "
+            f"Change --curriculum or --data-path, add --allow-bucket-exhaustion, or name an earlier step"
+        )
+    known = settings.fork or {}
+    if known.get("checksum", state["checksum"]) != state["checksum"]:
+        raise ValueError(
+            f"--fork-from={settings.fork_from}: this run began with step {known['step']} of "
+            f"{known['run']}, but {checkpoint.path} is now a different checkpoint; restore the old one, or "
+            f"start a new run with --model-tag=NAME"
+        )
+
+
+def _share_limit(settings: Settings, parent: Parent) -> int | None:
+    """The `share_limit` of a fork: lanes keep the shares of the data that the parent gave them, even
+    if the fork's settings imply others."""
+    before = stream_config(parent.settings)
+    after = stream_config(replace(settings, fork=parent.settings.fork))
+    if not isinstance(before, StreamConfig) or not isinstance(after, StreamConfig):
+        return None  # an order of samples
+    if before.tokens_in_shares != after.tokens_in_shares:
+        return before.tokens_in_shares or 0
+    return before.share_limit
 
 
 def _inherit(settings: Settings, parent: Parent) -> Settings:
@@ -313,19 +323,7 @@ def continue_cursors(
     identity = stream_identity(config, data.train, data.tokenizer.fingerprint)
     if not isinstance(config, StreamConfig) or not isinstance(before, StreamConfig):
         return list(cursors)  # an order of samples: equal in all that decides them
-    may_differ = {*PACKING, "buffer_size", "pack", "curriculum", "share_limit"}
-    for name, was, now in differences(cursors[0]["stream"], identity):
-        if name not in may_differ and not name.startswith("data "):
-            raise ValueError(
-                f"--fork-from={settings.fork_from}: {name} was {was}, now {now}, which a fork keeps; use "
-                f"--init-from={settings.fork_from} for the weights alone"
-            )
-    if before.framed != config.framed:
-        raise ValueError(
-            f"--packing={config.layout}: a fork of a run with --packing={before.layout} cannot use it, "
-            f"because binned rows hold documents as they are stored, and others add BOS; use "
-            f"--init-from={settings.fork_from} for the weights alone"
-        )
+    _check_order(settings, before, config, differences(cursors[0]["stream"], identity))
     theirs = parent.manifests["train"]
     ours = data.manifests["train"]
     going_on = [bucket for bucket in data.train if _goes_on(theirs.get(bucket), ours[bucket])]
@@ -339,27 +337,59 @@ def continue_cursors(
 
     continued = []
     for cursor in cursors:
-        feeds = {bucket: feed for bucket, feed in cursor["buckets"].items() if bucket in going_on}
-        if is_packed_anew:
-            feeds = {bucket: pack_anew(feed, before, config) for bucket, feed in feeds.items()}
-        for bucket, feed in feeds.items():
+        feeds = {}
+        for bucket, feed in cursor["buckets"].items():
+            if bucket not in going_on:
+                continue
+            begins = pack_anew(feed, before, config) if is_packed_anew else dict(feed)
             if len(ours[bucket].get("joined", ())) > len(theirs[bucket].get("joined", ())):
                 source = data.train[bucket]
-                order = open_order(
-                    source.groups,
-                    source.means,
-                    small=source.small,
-                    bucket=bucket,
-                    config=config,
-                    joined=source.joined,
-                )
-                feeds[bucket] = {**feed, "place": order.share(cursor["lane"], feed["epoch"]).start}
+                begins["place"] = _begin_of_share(source, bucket, config, cursor["lane"], feed)
+            feeds[bucket] = begins
         row = cursor["row"] * before.T // config.T if same_mix else 0
         dropped = cursor["dropped"] if same_mix and same_data else []
         continued.append(
             {**cursor, "stream": identity, "row": row, "dropped": dropped, "buckets": feeds}
         )
     return continued
+
+
+def _check_order(
+    settings: Settings,
+    before: StreamConfig,
+    config: StreamConfig,
+    differing: Sequence[Difference],
+) -> None:
+    """ValueError if a fork cannot continue the order of its parent. `differing`: what differs
+    in the identities of their streams."""
+    may_differ = {*PACKING, "buffer_size", "pack", "curriculum", "share_limit"}
+    for name, was, now in differing:
+        if name not in may_differ and not name.startswith("data "):
+            raise ValueError(
+                f"--fork-from={settings.fork_from}: {name} was {was}, now {now}, which a fork keeps; use "
+                f"--init-from={settings.fork_from} for the weights alone"
+            )
+    if before.framed != config.framed:
+        raise ValueError(
+            f"--packing={config.layout}: a fork of a run with --packing={before.layout} cannot use it, "
+            f"because binned rows hold documents as they are stored, and others add BOS; use "
+            f"--init-from={settings.fork_from} for the weights alone"
+        )
+
+
+def _begin_of_share(
+    source: Source, bucket: str, config: StreamConfig, lane: int, feed: Mapping[str, Any]
+) -> int:
+    """Where a lane's documents begin in the current epoch of a bucket that files have just joined."""
+    order = open_order(
+        source.groups,
+        source.means,
+        small=source.small,
+        bucket=bucket,
+        config=config,
+        joined=source.joined,
+    )
+    return order.share(lane, feed["epoch"]).start
 
 
 def _goes_on(theirs: Manifest | None, ours: Manifest) -> bool:

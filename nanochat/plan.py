@@ -546,6 +546,50 @@ def rehearse(start: Starting, data: RunData) -> Plan:
     return plan
 
 
+def print_passes(start: Starting, data: RunData) -> None:
+    """For a run without a curriculum: print the size of its data in tokens and its passes over
+    them, estimated from a few hundred documents. Its data cannot run dry, so only `binned` rows
+    need a plan. ValueError with --plan=error if nearly all of a new run's tokens would be
+    cropped."""
+    settings = start.settings
+    [source] = data.train.values()
+    T = settings.max_seq_len
+    lengths = sample_lengths(source)
+    # the part of each document that follows its first full row
+    beyond = np.maximum(lengths - T - 1, 0)
+    cropped = repeated = 0.0
+    if settings.packing == "bestfit" and settings.long_docs == "crop":
+        cropped = float(beyond.sum() / lengths.sum())
+    elif settings.packing == "bestfit":
+        # each continuation is BOS, overlap and up to T - overlap new tokens
+        again = (settings.overlap + 1) * float(np.ceil(beyond / (T - settings.overlap)).sum())
+        repeated = again / (again + float(lengths.sum()))
+    why = refuse_cropping("its data", cropped)
+    if why and settings.plan == "error" and not start.config:
+        raise ValueError(why)
+    mean = float(lengths.mean()) - 1  # without BOS
+    tokens = round(float(source.groups.sum()) * mean)
+    trained = start.horizon.total_tokens
+    taken = trained * (1 - repeated) / (1 - cropped)
+    passes = f"{taken / tokens:.2g}"
+    if taken < tokens / 2:
+        often = "less than half of them"
+    elif passes == "1":
+        often = "them once"
+    else:
+        often = f"them {passes} times"
+    print0(f"data: about {tokens:,} tokens; this run reads {often}")
+    for line in reading_notes(
+        "its data",
+        trained=trained,
+        tokens=tokens,
+        passes=taken / tokens,
+        cropped=cropped,
+        repeated=repeated,
+    ):
+        log.warning("%s", line)
+
+
 def make_run_plan(start: Starting, data: RunData) -> Plan:
     """The plan of a run that is starting.
 

@@ -26,9 +26,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from nanochat.cli import Decides
-from nanochat.config import HorizonSettings, Settings, known_settings
+from nanochat.config import Settings, known_settings
 from nanochat.run_reader import RunReader
-from nanochat.schedule import Schedule, ScheduleSettings
+from nanochat.schedule import HorizonSettings, Schedule, ScheduleSettings
 
 RATES = ("matrix_lr", "embedding_lr", "unembedding_lr", "scalar_lr")
 HORIZON = {f.name for f in fields(HorizonSettings)}

@@ -434,6 +434,13 @@ class RunReader:
                 times[name] = path.stat().st_mtime
         return max(times, key=lambda name: times[name], default=None)
 
+    def _last_save(self, reported: str | None) -> str | None:
+        """The checkpoint that the run reported last, if it still exists. A newer one may be a replay
+        of an earlier step."""
+        if reported is not None and reported in checkpoint_folders(self.run_dir):
+            return reported
+        return self.newest_checkpoint() or reported
+
     # ---- the current state ----
 
     def status(self) -> dict[str, Any]:
@@ -468,7 +475,7 @@ class RunReader:
             "shown": state["status"],
             "exit_code": exit_code(self.run_dir, state),
             "heartbeat_age_s": heartbeat_age_s(state),
-            "checkpoint": self.newest_checkpoint() or state["checkpoint"],
+            "checkpoint": self._last_save(state["checkpoint"]),
         }
         if alive == "dead":
             remedy = self.damaged_tokens() or "the same command resumes the run"

@@ -40,8 +40,6 @@ class Saves:
         self._saved_at = time.monotonic()  # the last save, or the launch, on this rank's clock
         good = run.checkpoint.path if run.checkpoint else None
         self._saver = Saver(good)
-        # these checkpoints are never deleted
-        self._kept_steps = run.settings.kept_steps(run.horizon.num_iterations)
         self._known = {good.name: True} if good else {}  # {name: whether it is good}, for retention
 
     def close(self) -> None:
@@ -59,7 +57,7 @@ class Saves:
         """Whether to save before the next step; the same on all ranks."""
         step = self.training.progress.step
         every = self.run.settings.save_every
-        is_kept = step in self._kept_steps
+        is_kept = self.run.settings.is_kept(step)
         if step == self.run.step:
             was_loaded = self.run.checkpoint is not None
             return is_kept and not was_loaded
@@ -75,7 +73,7 @@ class Saves:
         # the previous one first, so that memory holds at most one copy of the state
         on_rank0(self.finish)
         began = time.perf_counter()
-        if self.training.progress.step in self._kept_steps:
+        if self.run.settings.is_kept(self.training.progress.step):
             more["kept"] = True
         snapshot = self.training.collect(
             status=status, by_time=by_time, wandb_id=self.journal.wandb_id, **more
@@ -91,16 +89,9 @@ class Saves:
         checkpoints that need not be kept. ValueError if another launch owns the run by now."""
         if lost := self.guard.lost():
             raise ValueError(lost)
-        settings = self.run.settings
         path = snapshot.write(self.run.run_dir, name)
         self._known[path.name] = True
-        prune(
-            self.run.run_dir,
-            snapshot.step,
-            self._known,
-            keep_last_k=settings.keep_last_k,
-            keep_milestone_every=settings.keep_milestone_every,
-        )
+        prune(self.run.run_dir, snapshot.step, self._known, self.run.settings)
         return path
 
     def report(self, *, wait: bool = False) -> Exception | None:

@@ -6,14 +6,16 @@ What follows from the settings of a run: its model, its memory, and every automa
     memory of the GPU --> rows per forward pass
 """
 
-from collections.abc import Mapping
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 
-from nanochat.config import Settings
+from nanochat.common import show
+from nanochat.config import Settings, current, known_settings
 from nanochat.dataloader import StepLayout, default_leaves
 from nanochat.fp8 import convert
 from nanochat.gpt import GPT, GPTConfig
@@ -232,3 +234,27 @@ def describe_memory(parts: dict[str, int]) -> str:
     """A memory estimate as one line."""
     sizes = ", ".join(f"{name} {size / 1e9:,.1f}" for name, size in parts.items() if size)
     return f"memory per GPU: about {sum(parts.values()) / 1e9:,.1f} GB ({sizes})"
+
+
+def setting_tables(
+    config: Mapping[str, Any], typed: Sequence[str]
+) -> dict[str, list[tuple[Any, ...]]]:
+    """The settings in a run's config.json as three tables: "set", (name, value, default) of those
+    that the command line named (`typed`); "worked out", (name, value) of those that follow from
+    them, the data and the machine; "default", (name, value) of all others."""
+    tables: dict[str, list[tuple[Any, ...]]] = {"set": [], "worked out": [], "default": []}
+    known = known_settings(config)
+    for name, value in config.items():
+        if name == "fork":  # the record of a fork, which reports describe in words
+            continue
+        default = known[name].default if name in known else None
+        if name in known and value == default:
+            tables["default"].append((name, json.dumps(value)))
+        elif name in typed:
+            tables["set"].append((name, json.dumps(value), json.dumps(default)))
+        elif name in current(config) and name != "derived":
+            tables["worked out"].append((name, json.dumps(value)))
+    for name, value in config["derived"].items():
+        if name not in typed:
+            tables["worked out"].append((name, show(value)))
+    return tables

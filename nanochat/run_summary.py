@@ -85,6 +85,7 @@ def _print_settings(start: Start, typed: Sequence[str]) -> None:
     """For a new run: print the settings that were typed and differ from the defaults, and what
     follows from them, the data and this machine."""
     settings = start.settings.differing()
+    settings.pop("fork", None)  # a line of its own says it in words
     print0("set:")
     for name, value in settings.items():
         if name in typed:

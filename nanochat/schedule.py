@@ -43,6 +43,8 @@ if TYPE_CHECKING:
 
 REFERENCE_DEPTH = 12
 MOST_STEPS = 10**9
+# what a change of the horizon does
+HORIZON = "moves the end of the run: schedules stretch or shrink from here on"
 REFERENCE_BATCH_TOKENS = 2**19
 BATCH_EXPONENT = 0.383
 
@@ -53,6 +55,20 @@ MOMENTUM_WARMUP_STEPS = 400
 
 
 # ---- horizon -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class HorizonSettings:
+    """length of the run (the first one set applies; a curriculum takes precedence over
+    --target-param-data-ratio)"""
+
+    num_iterations: int = setting(
+        -1, "number of optimizer steps; -1: not set", note=HORIZON, least=1, most=MOST_STEPS
+    )
+    target_flops: float = setting(-1.0, "number of FLOPs to spend; -1: not set", note=HORIZON)
+    target_param_data_ratio: float = setting(
+        12.0, "tokens per parameter of the layers and the output head; -1: not set", note=HORIZON
+    )
 
 
 @dataclass(frozen=True)

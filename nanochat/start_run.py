@@ -28,7 +28,6 @@ runs everything but the guard and `begin_run`.
 
 import contextlib
 import dataclasses
-import logging
 import math
 import os
 from collections.abc import Mapping
@@ -36,7 +35,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 
 from nanochat.attention import activate_kernel, check_mode
@@ -78,7 +76,7 @@ from nanochat.fork import (
     first_checkpoint,
 )
 from nanochat.pins import DATA_MANIFEST, Manifests, bare, leave_out, read_manifests
-from nanochat.plan import rehearse
+from nanochat.plan import print_passes, rehearse
 from nanochat.run_dir import (
     CONFIG_NAME,
     PLAN_NAME,
@@ -100,13 +98,8 @@ from nanochat.sources import RunData, check_files, open_data, warn_of_arrivals
 from nanochat.steps import Progress
 from nanochat.stream import (
     open_stream,
-    reading_notes,
-    refuse_cropping,
-    sample_lengths,
 )
 from nanochat.tokenizer import Tokenizer, get_tokenizer
-
-log = logging.getLogger(__name__)
 
 
 class Over(NamedTuple):
@@ -304,7 +297,7 @@ def _inspect(run_dir: Path, settings: Settings, device: torch.device) -> Start:
             f"run with --model-tag"
         )
     if settings.core_metric_every > 0:  # a missing bundle is an error now, not hours later
-        read_bundle(settings.eval_bundle, settings.core_metric_max_per_task)
+        read_bundle(max_per_task=settings.core_metric_max_per_task)
     config = dict[str, Any]()
     notices = dict[str, str]()
     if exists and not scratch:
@@ -550,7 +543,7 @@ def begin_run(run: Run, guard: Guard) -> None:
         print0("start: planning which rows the run reads")
         plan = rehearse(run, run.data)
     elif settings.plan != "off" and order_of(settings).has_plan and run.checkpoint is None:
-        print_passes(run)
+        print_passes(run, run.data)
     order_of(settings).shuffle(settings, run.data.train)
     if settings.resume == "scratch" and is_run_dir(run_dir):
         guard.set_aside()
@@ -577,48 +570,3 @@ def begin_run(run: Run, guard: Guard) -> None:
         adopt(replace(run.checkpoint, cursors=run.cursors), run_dir)
     elif run.checkpoint is None and run.cursors is not None:
         keep_cursors(run_dir, 0, pack_cursors(0, run.cursors))
-
-
-# ---- what is printed -----------------------------------------------------------------------------
-
-
-def print_passes(run: Run) -> None:
-    """For a run without a curriculum: print the size of its data in tokens and its passes over
-    them, estimated from a few hundred documents. Its data cannot run dry, so only `binned` rows
-    need a plan. ValueError with --plan=error if nearly all of a new run's tokens would be
-    cropped."""
-    settings, [source] = run.settings, run.data.train.values()
-    T, lengths = settings.max_seq_len, sample_lengths(source)
-    # the part of each document that follows its first full row
-    beyond = np.maximum(lengths - T - 1, 0)
-    cropped = repeated = 0.0
-    if settings.packing == "bestfit" and settings.long_docs == "crop":
-        cropped = float(beyond.sum() / lengths.sum())
-    elif settings.packing == "bestfit":
-        # each continuation is BOS, overlap and up to T - overlap new tokens
-        again = (settings.overlap + 1) * float(np.ceil(beyond / (T - settings.overlap)).sum())
-        repeated = again / (again + float(lengths.sum()))
-    why = refuse_cropping("its data", cropped)
-    if why and settings.plan == "error" and not run.config:
-        raise ValueError(why)
-    mean = float(lengths.mean()) - 1  # without BOS
-    tokens, trained = round(float(source.groups.sum()) * mean), run.horizon.total_tokens
-    taken = trained * (1 - repeated) / (1 - cropped)
-    passes = f"{taken / tokens:.2g}"
-    often = (
-        "less than half of them"
-        if taken < tokens / 2
-        else "them once"
-        if passes == "1"
-        else f"them {passes} times"
-    )
-    print0(f"data: about {tokens:,} tokens; this run reads {often}")
-    for line in reading_notes(
-        "its data",
-        trained=trained,
-        tokens=tokens,
-        passes=taken / tokens,
-        cropped=cropped,
-        repeated=repeated,
-    ):
-        log.warning("%s", line)

@@ -96,8 +96,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 def look(given: Settings, guard: Guard) -> tuple[Start, Tokenizer]:
     """Collective. How the command's run starts or resumes, and its tokenizer. Writes nothing into
     the run; text may be prepared."""
-    if given.resume == "scratch" or not list_checkpoints(guard.run_dir):  # it begins
-        on_rank0(lambda: make_available(given.fork_from or given.init_from))
+    named = given.resume
+    if named in ("auto", "scratch"):
+        begins = named == "scratch" or not list_checkpoints(guard.run_dir)
+        named = (given.fork_from or given.init_from or "") if begins else ""
+    on_rank0(lambda: make_available(named))
     settings, tokenizer = on_all_ranks(lambda: command(given, guard.world_size, guard.device.type))
     print0("start: reading the run directory and the data files")
     return inspect_run(settings, guard.device), tokenizer
@@ -553,8 +556,9 @@ def after_failure(run: Run) -> str:
     checkpoints = list_checkpoints(run.run_dir)
     kept = f"{checkpoints[0]} is kept" if checkpoints else "no checkpoint exists yet"
     return (
-        f"The step was not applied, and {kept}. Start a new run with lower learning rates "
-        f"(--model-tag NAME), or one that skips this step (--init-from, --skip-steps)"
+        f"The step was not applied, and {kept}. Fork the run from an earlier step "
+        f"(--fork-from={run.run_dir.name}@STEP --model-tag=NAME) with lower learning rates, or without the rows "
+        f"of this step (--skip-steps)"
     )
 
 

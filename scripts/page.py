@@ -28,7 +28,7 @@ from typing import Any
 
 from nanochat.cli import Parser, run_main
 from nanochat.common import counted, duration, show, write_bytes
-from nanochat.config import current, setting_tables
+from nanochat.config import current
 from nanochat.run_dir import CONFIG_NAME, find_run, list_runs, run_path
 from nanochat.run_reader import (
     ENDS,
@@ -39,6 +39,7 @@ from nanochat.run_reader import (
     ledger_table,
     tree_of,
 )
+from nanochat.run_settings import setting_tables
 from scripts import status
 from scripts.report import sentences_about
 

@@ -24,9 +24,9 @@ from typing import Any
 
 from nanochat.cli import Parser, run_main
 from nanochat.common import counted, duration, show, visible, write_bytes
-from nanochat.config import setting_tables
 from nanochat.run_dir import find_run
 from nanochat.run_reader import RunReader, changes_text, ledger_table
+from nanochat.run_settings import setting_tables
 
 STAGE = re.compile(r"(?m)^(.*)\t([0-9.]+)\t([0-9]+)\t(.*)$")  # name, seconds, exit code, command
 

@@ -156,10 +156,7 @@ def check_disk(start: Start, num_bytes: int) -> None:
     every, num_steps = start.settings.save_every, start.horizon.num_iterations
     folder = next(p for p in (start.run_dir, *start.run_dir.parents) if p.exists())
     free = shutil.disk_usage(folder).free
-    saved = start.settings.kept_steps(num_steps - 1)
-    if every > 0:
-        saved |= {*range(every, num_steps, every)}
-    number = len(saved) + (BY_TIME if every < 0 else 1)
+    number = start.settings.number_of_saves(num_steps) + (BY_TIME if every < 0 else 1)
     needs = (
         f"{free / 1e9:,.1f} GB free in {folder}, a checkpoint takes about {num_bytes / 1e9:,.3f} GB, the run "
         f"keeps {number:,}"

@@ -40,7 +40,6 @@ FLAGS = {  # names whose values are passed on
     "training.save_steps": "save-every",
     "training.resume": "resume",
     "training.keep_last_k": "keep-last-k",
-    "training.keep_milestone_every": "keep-milestone-every",
     "training.max_runtime_seconds": "max-runtime-seconds",
     "training.walltime_reserve_seconds": "walltime-reserve-seconds",
 }
@@ -109,6 +108,7 @@ OTHERS = (
     "model.n_head",
     "training.gradient_accumulation_steps",
     "training.gradient_checkpointing",
+    "training.keep_milestone_every",
     "training.compile",
     "training.max_eval_batches",
     "training.output_dir",
@@ -222,6 +222,8 @@ def other_flags(values: Values) -> dict[str, str]:
         flags["curriculum"] = json.dumps({"curriculum": values["data.curriculum"]})
     if "training.compile" in values:
         flags["compile"] = "on" if values["training.compile"] else "off"
+    if "training.keep_milestone_every" in values:
+        flags["save-at"] = f"{whole(values, 'training.keep_milestone_every')}*"
     if "training.max_eval_batches" in values:
         flags["eval-tokens"] = str(tokens * whole(values, "training.max_eval_batches"))
     if "training.output_dir" in values:

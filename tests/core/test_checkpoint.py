@@ -16,7 +16,7 @@ import torch
 
 from nanochat import checkpoint as ckpt
 from nanochat import run_dir as rd
-from nanochat.checkpoint import Saver
+from nanochat.checkpoint import Saver, SaveSettings
 from nanochat.optim import MuonAdamW
 from nanochat.start_run import describe_origin
 from tests import crashes
@@ -345,30 +345,32 @@ def test_only_what_this_program_wrote_under_that_name_is_deleted(tmp_path, caplo
         *(f"checkpoint-{tail}" for tail in ("1", "10-shutdown", "2", "4", "6")),
         "final",
     ]
-    assert ckpt.prune(tmp_path, 50, {}) == [] and len(names(tmp_path)) == 13
-    assert ckpt.prune(tmp_path, 50, {}, keep_last_k=2, keep_milestone_every=15) == [
+    assert ckpt.prune(tmp_path, 50, {}, SaveSettings()) == [] and len(names(tmp_path)) == 13
+    assert ckpt.prune(tmp_path, 50, {}, SaveSettings(keep_last_k=2, save_at="15*")) == [
         "checkpoint-5-shutdown",
         "checkpoint-10",
     ]
     assert names(tmp_path) == sorted(
         [*foreign, *(f"checkpoint-{step}" for step in (30, 40, 50, 60))]
     )
-    assert ckpt.prune(tmp_path, 7, {}, keep_last_k=1) == [], "all are newer than step 7"
+    assert ckpt.prune(tmp_path, 7, {}, SaveSettings(keep_last_k=1)) == [], (
+        "all are newer than step 7"
+    )
     known = {"checkpoint-50": False}
-    assert ckpt.prune(tmp_path, 50, known, keep_last_k=1) == ["checkpoint-30"], (
+    assert ckpt.prune(tmp_path, 50, known, SaveSettings(keep_last_k=1)) == ["checkpoint-30"], (
         "what is known is not verified again"
     )
     assert known == {"checkpoint-50": False, "checkpoint-40": True}
-    assert ckpt.prune(tmp_path, 50, {}, keep_last_k=1) == ["checkpoint-40"]
+    assert ckpt.prune(tmp_path, 50, {}, SaveSettings(keep_last_k=1)) == ["checkpoint-40"]
     assert not caplog.records
 
 
 def test_a_checkpoint_that_is_kept_forever_is_neither_deleted_nor_counted(tmp_path):
     for step in range(1, 7):
         reseal(small(tmp_path, step), kept=step % 2 == 0, by_time=step < 6)
-    by_time = ckpt.prune(tmp_path, 6, {})
+    by_time = ckpt.prune(tmp_path, 6, {}, SaveSettings())
     assert by_time == ["checkpoint-1"], "3 and 5 are the newest two"
-    assert ckpt.prune(tmp_path, 6, {}, keep_last_k=1) == ["checkpoint-3"]
+    assert ckpt.prune(tmp_path, 6, {}, SaveSettings(keep_last_k=1)) == ["checkpoint-3"]
     assert names(tmp_path) == [f"checkpoint-{step}" for step in (2, 4, 5, 6)]
 
 
@@ -382,7 +384,7 @@ def test_a_checkpoint_that_cannot_be_deleted_stays_with_a_warning_and_the_others
             small(run, step)
         caplog.clear()
         with crashes.failing_at(k, errno.EACCES, below=run) as changes:
-            deleted = ckpt.prune(run, 4, {}, keep_last_k=1)
+            deleted = ckpt.prune(run, 4, {}, SaveSettings(keep_last_k=1))
         assert (k < len(changes.made)) == (k < total)
         assert len(deleted) == 3 - (k < total) == 3 - caplog.text.count("could not be deleted")
         rd.open_folders(run)

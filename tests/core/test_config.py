@@ -95,7 +95,6 @@ def test_help_shows_each_flag_with_its_default():
                 "num-iterations",
                 "device-batch-size",
                 "keep-last-k",
-                "keep-milestone-every",
             )
         ),
         (["--num-iterations=-2"], "--num-iterations: got -2, expected at least 1"),
@@ -138,8 +137,21 @@ def test_help_shows_each_flag_with_its_default():
             for value in ("7", "9:9", "-1:x")
         ),
         *(
-            ([f"--save-at={value}"], f"--save-at: got '{value}', expected log, or steps separated")
-            for value in ("", "1,,2", "-1", "1.5", "1, 2", "logs", "log,5", "9" * 13)
+            ([f"--save-at={value}"], f"--save-at: got '{value}', expected steps, N* for every")
+            for value in (
+                "",
+                "1,,2",
+                "-1",
+                "1.5",
+                "1, 2",
+                "logs",
+                "0*",
+                "*",
+                "5*,",
+                "*5",
+                "2**3",
+                "9" * 13,
+            )
         ),
         (["--order=megatron"], "--data-format is text"),
         (
@@ -330,6 +342,8 @@ OLD = {
     "log_every": 10,
     "row_losses": False,
     "tokenizer_dir": "x",
+    "eval_bundle": None,
+    "keep_milestone_every": None,
     "object_storage_cache": "/cache",
     "init_optimizer": False,
     "init_data": "fresh",
@@ -356,6 +370,15 @@ def test_settings_of_older_versions_do_not_make_runs_differ():
 def test_the_config_json_of_a_run_with_removed_settings_is_a_file_of_flags(tmp_path):
     write_json(tmp_path / "config.json", {**RUN.to_json(), **OLD, "derived": {}})
     assert parse(f"--config={tmp_path / 'config.json'}") == RUN
+
+
+def test_the_milestones_of_an_older_run_are_its_save_at(tmp_path):
+    """Without it, a resume would delete the milestones that the run has saved."""
+    run = {**RUN.to_json(), "keep_milestone_every": 7}
+    keeps = replace(RUN, save_at="7*")
+    assert resume_settings(run, keeps, run_dir=RUN_DIR) == (keeps, {})
+    write_json(tmp_path / "config.json", {**run, "derived": {}})
+    assert parse(f"--config={tmp_path / 'config.json'}") == keeps
 
 
 @pytest.mark.parametrize(
@@ -419,7 +442,7 @@ def rules_of_settings(run_dir):
             resume_settings(run, RUN, run_dir=run_dir)
             answers[name] = "allowed"
         except ValueError as e:
-            answers[name] = "weights fit" if "; --init-from=" in str(e) else "refused"
+            answers[name] = "weights fit" if " --init-from=" in str(e) else "refused"
     receipts = {kind.__name__: [*receipt.row_settings(run)] for kind, run in RUNS.items()}
     return [receipts, answers]
 

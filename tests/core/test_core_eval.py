@@ -338,12 +338,13 @@ def test_a_run_logs_its_core_metric_when_due(tmp_path, monkeypatch):
         }
         assert "eval_bundle/core.yaml: the file does not exist" in training.refuse(**flags)
         assert not training.run_dir().exists(), "the bundle is checked before anything is written"
+        bundle = bundle.rename(tmp_path / "base" / "eval_bundle")
         seen = []
         with monkeypatch.context() as patch:
             patch.setattr(
                 Terminal, "event", lambda self, name, step, record: seen.append((name, record))
             )
-            outcome = training.succeed(**flags, eval_bundle=bundle)
+            outcome = training.succeed(**flags)
         events = training.events("core")
         assert [event["step"] for event in events] == [2, 3] and len(
             events[0]["centered_results"]
@@ -367,7 +368,7 @@ def test_a_run_logs_its_core_metric_when_due(tmp_path, monkeypatch):
             StopWatch, "asked", lambda self, *a: "SIGTERM" if tasks else asked(self, *a)
         )
         monkeypatch.setattr(core_eval, "evaluate_task", lambda *a: tasks.append(1) or evaluate(*a))
-        outcome = training.succeed(**flags, eval_bundle=bundle, model_tag="stopped")
+        outcome = training.succeed(**flags, model_tag="stopped")
         assert "stopped: SIGTERM" in outcome.out and len(tasks) == 1, (
             "stops are handled between two tasks"
         )

@@ -84,6 +84,13 @@ def test_a_fork_from_a_step_that_was_not_saved_equals_its_parent():
     )
 
 
+def test_a_run_may_resume_at_a_step_that_was_not_saved():
+    before = training.losses()
+    outcome = training.succeed(resume="run@5")
+    assert "at step 5" in outcome.out
+    assert training.losses() == before and len(training.all_steps()) == STEPS + 3
+
+
 def test_a_sample_of_a_step_that_was_not_saved_keeps_nothing_if_asked():
     before = training.checkpoints()
     outcome = command(sample.main, "run@3", "--no-keep", "--max-tokens=2", "--prompt=a")

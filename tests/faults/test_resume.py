@@ -351,7 +351,7 @@ def test_settings_of_place_and_speed_may_change_and_change_no_bit(reference, wor
         sample_every=100,
         sync_save=True,
         keep_last_k=9,
-        keep_milestone_every=7,
+        save_at="7*",
         max_runtime_seconds=1e5,
         walltime_reserve_seconds=1,
         collective_timeout_seconds=300,
@@ -548,7 +548,7 @@ def a_save_is_always_due():
         ({"save_every": 0}, []),
         ({"save_every": 4}, ["checkpoint-4"]),
         ({"keep_last_k": 1}, ["checkpoint-5"]),
-        ({"keep_milestone_every": 2}, ["checkpoint-2", "checkpoint-4", "checkpoint-5"]),
+        ({"save_at": "2*"}, ["checkpoint-2", "checkpoint-3", "checkpoint-4", "checkpoint-5"]),
     ],
 )
 def test_saves_by_time_are_the_default_and_keep_the_newest_two(monkeypatch, flags, kept):
@@ -580,7 +580,14 @@ def saved_at() -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("steps", "kept"), [("0,3,5,100", [0, 3, 5]), ("log", [0, 1, 2, 4, 8]), ("4", [4])]
+    ("steps", "kept"),
+    [
+        ("0,3,5,100", [0, 3, 5]),
+        ("log", [0, 1, 2, 4, 8]),
+        ("4", [4]),
+        ("4*", [4, 8]),
+        ("0,log,3*", [0, 1, 2, 3, 4, 6, 8, 9]),
+    ],
 )
 def test_the_checkpoints_of_save_at_are_kept_forever(steps, kept):
     succeed(num_iterations=10, save_every=3, keep_last_k=1, save_at=steps)

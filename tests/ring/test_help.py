@@ -77,7 +77,8 @@ model: {n_layer: 2, n_embd: 48, n_head: 4, n_positions: 64, dropout: 0.1}
 data: {path: my shards, packing: false, curriculum: [{duration_tokens: 512, mix: {a: 1.0}}]}
 optimizer: {warmup_steps: 2}
 training: {per_device_batch_size: 4, gradient_accumulation_steps: 2, max_steps: 3, output_dir: ./outputs/mine,
-           compile: false, max_eval_batches: 5, mixed_precision: bf16, keep_last_k: null}
+           compile: false, max_eval_batches: 5, mixed_precision: bf16, keep_last_k: null,
+           keep_milestone_every: 500}
 """
 
 
@@ -114,6 +115,7 @@ def test_gpt_simples_configuration_becomes_a_command_that_we_understand(tmp_path
         "tokenizer": "gpt2",
         "activation_checkpointing": True,
         "keep_last_k": None,
+        "save_at": "500*",
         "final_lr_frac": 0.1,
     }
     assert {name: getattr(settings, name) for name in expected} == expected

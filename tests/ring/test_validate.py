@@ -201,7 +201,12 @@ def test_a_disk_that_is_too_small_is_an_error(workplace, monkeypatch):
 
 @pytest.mark.parametrize(
     ("changed", "number"),
-    [({"save_every": 4}, 3), ({"save_every": 4, "save_at": "0,3,4,99"}, 5), ({"save_at": "0"}, 4)],
+    [
+        ({"save_every": 4}, 3),
+        ({"save_every": 4, "save_at": "0,3,4,99"}, 5),
+        ({"save_at": "0"}, 4),
+        ({"save_every": 3, "save_at": "log,2*"}, 9),
+    ],
 )
 def test_the_disk_must_hold_all_checkpoints_that_the_run_keeps(workplace, changed, number):
     mix(workplace, 5, 0.01)

@@ -130,6 +130,35 @@ def test_malicious_pickles_are_refused_in_every_file(whole, tmp_path):
     assert victim.exists(), "the pickle is harmless"
 
 
+# ---- the steps of --save-at ----------------------------------------------------------------------
+
+
+@given(
+    strides=st.lists(st.integers(1, 12), max_size=4),
+    singles=st.lists(st.integers(0, 50), max_size=3),
+    is_log=st.booleans(),
+    every=st.integers(-1, 12),
+    end=st.integers(0, 40),
+)
+def test_a_list_of_steps_multiples_and_log_keeps_just_these_steps_and_counts_them(
+    strides, singles, is_log, every, end
+):
+    words = [*map(str, singles), *(f"{n}*" for n in strides), *["log"] * is_log]
+    saves = ckpt.SaveSettings(save_every=every, save_at=",".join(words) or None)
+    kept = {step for step in singles if step < end}
+    kept.update(step for n in strides for step in range(n, end, n))
+    if is_log:
+        kept.update(step for step in (0, 1, 2, 4, 8, 16, 32) if step < end)
+    assert {step for step in range(end) if saves.is_kept(step)} == kept
+    regular = range(every, end, every) if every > 0 else []
+    assert saves.number_of_saves(end) == len(kept.union(regular))
+
+
+def test_the_saves_of_a_billion_steps_are_counted_without_a_list_of_them():
+    saves = ckpt.SaveSettings(save_at="1*,7*,0")
+    assert saves.number_of_saves(10**9) == 10**9 and saves.is_kept(10**9)
+
+
 # ---- retention -----------------------------------------------------------------------------------
 
 
@@ -142,19 +171,24 @@ def test_malicious_pickles_are_refused_in_every_file(whole, tmp_path):
     good=st.integers(0, 9),
     k=st.none() | st.integers(1, 4),
     m=st.none() | st.integers(1, 4),
+    sealed=st.sets(st.integers(0, 9)),
     corrupt=st.sets(st.integers(0, 9)),
 )
 def test_retention_keeps_what_its_rule_names_and_counts_only_good_checkpoints(
-    tmp_path, steps, good, k, m, corrupt
+    tmp_path, steps, good, k, m, sealed, corrupt
 ):
     shutil.rmtree(tmp_path / "checkpoints", ignore_errors=True)
     for step in steps:
         path = small(tmp_path, step)
+        reseal(path, kept=step in sealed)
         if step in corrupt:
             (path / "a.bin").write_bytes(b"corrupt")
-    gone = ckpt.prune(tmp_path, good, {}, keep_last_k=k, keep_milestone_every=m)
+    save_at = None if m is None else f"{m}*"
+    gone = ckpt.prune(tmp_path, good, {}, ckpt.SaveSettings(keep_last_k=k, save_at=save_at))
     assert gone == sorted(gone)
+    every = range(m or 10, 10, m or 10)
+    kept = sealed.union(every)
     for step in steps:
-        newer = sum(step < other <= good for other in steps - corrupt)
-        stays = k is None or step >= good or newer < k or (m is not None and step % m == 0)
+        newer = sum(step < other <= good for other in steps - corrupt - kept)
+        stays = k is None or step >= good or newer < k or step in kept
         assert (f"checkpoint-{step}" in gone) != stays

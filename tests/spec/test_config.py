@@ -176,7 +176,8 @@ def test_a_refusal_lists_the_differences_and_the_remedies(tmp_path):
     assert "--depth: the run has 20, this launch 6 (decides the shape of the model)" in text
     assert "--matrix-lr: the run has 0.02, this launch 0.04" in text
     with pytest.raises(
-        ValueError, match="--model-tag=NAME; --init-from=d4 starts it with the weights of this run"
+        ValueError,
+        match="--model-tag=NAME; --fork-from=d4 continues this run with them, and --init-from=d4",
     ):
         resume_settings(RUN.to_json(), replace(RUN, matrix_lr=0.04), run_dir=run_dir)
     with pytest.raises(

@@ -47,11 +47,12 @@ def tokens_of(source):
 # ---- files that join -----------------------------------------------------------------------------
 
 
-def with_joined(before, added, begins, smalls, fingerprint="joined"):
+def with_joined(before, added, begins, small):
     """A source of the groups of both, where those of `added` joined it."""
-    source = MemorySource([*before.documents, *added.documents], fingerprint, small=smalls[0])
+    name = f"{before.fingerprint} joined"
+    source = MemorySource([*before.documents, *added.documents], name, small=before.small)
     source.means = np.concatenate([before.means, added.means])
-    source.joined = [Joined(len(before.groups), smalls[1], begins)]
+    source.joined = [*before.joined, Joined(len(before.groups), small, begins)]
     return source
 
 
@@ -66,15 +67,15 @@ def order_of(source, config):
     )
 
 
-def join(config, cursors, before, added, smalls):
+def join(config, cursors, before, added, small):
     """(source, cursors) of a fork whose bucket the files of `added` join."""
     feeds = [cursor["buckets"]["b"] for cursor in cursors]
     begins = [[feed["epoch"], feed["place"]] for feed in feeds]
-    source = with_joined(before, added, begins, smalls)
+    source = with_joined(before, added, begins, small)
     order = order_of(source, config)
     for cursor, feed in zip(cursors, feeds):
         feed["place"] = order.share(cursor["lane"], feed["epoch"]).start
-        cursor["stream"]["data b"] = "joined"
+        cursor["stream"]["data b"] = source.fingerprint
     return source, cursors
 
 
@@ -88,7 +89,7 @@ def test_law_what_was_read_stays_read_and_files_that_join_are_read_once(old, new
     before = numbered(old, small=smalls[0])
     added = numbered(new, first=10**6)
     first, cursors = read(config, before, rows=rows)
-    source, cursors = join(config, cursors, before, added, smalls)
+    source, cursors = join(config, cursors, before, added, smalls[1])
     rest, cursors = read(config, source, cursors)
     seen = first + rest
     everything = tokens_of(before) + tokens_of(added)
@@ -100,13 +101,31 @@ def test_law_what_was_read_stays_read_and_files_that_join_are_read_once(old, new
 
 
 @settings(max_examples=examples(1))
+@given(LENGTHS, LENGTHS, LENGTHS, st.integers(0, 8), st.integers(0, 8))
+def test_law_files_may_join_twice(old, new, newer, rows, more_rows):
+    config = config_of("split")
+    before = numbered(old)
+    first, cursors = read(config, before, rows=rows)
+    source, cursors = join(config, cursors, before, numbered(new, first=10**6), True)
+    second, cursors = read(config, source, cursors, rows=more_rows)
+    source, cursors = join(config, cursors, source, numbered(newer, first=2 * 10**6), False)
+    third, cursors = read(config, source, cursors)
+    seen = first + second + third
+    everything = tokens_of(source)
+    assert all(seen[token] <= 1 for token in everything), "a document was read twice"
+    pending = sum(cursor["buckets"]["b"]["pending"] for cursor in cursors)
+    assert sum(1 for token in everything if not seen[token]) <= pending
+    assert not unbalanced(ledger(cursors, config.T))
+
+
+@settings(max_examples=examples(1))
 @given(*JOINS)
 def test_law_a_document_is_where_its_order_says(old, new, smalls, rows):
     """For `find`: the unit at a document's place holds it."""
     config = config_of("split")
     before, added = numbered(old, small=smalls[0]), numbered(new, first=10**6)
     _, cursors = read(config, before, rows=rows)
-    source, cursors = join(config, cursors, before, added, smalls)
+    source, cursors = join(config, cursors, before, added, smalls[1])
     order = order_of(source, config)
     found = set()
     for lane in range(V):
@@ -130,7 +149,7 @@ def test_what_is_left_of_both_parts_is_mixed():
     before = numbered([[8] * 300], small=True)
     added = numbered([[8] * 100], first=10**6, small=True)
     _, cursors = read(config, before, rows=20)
-    source, _ = join(config, cursors, before, added, (True, True))
+    source, _ = join(config, cursors, before, added, True)
     order = order_of(source, config)
     share = order.share(1, 0)
     place, is_new = share.start, []
@@ -196,3 +215,11 @@ def test_the_order_of_documents_stays_when_rows_get_another_length():
     other = order_of(source, replace(before, T=32))
     shares = [[o.share(lane, 0) for lane in range(V)] for o in (order, longer, other)]
     assert shares[0] == shares[1] != shares[2]
+
+
+def test_documents_packed_anew_arrive_in_the_order_in_which_they_arrived():
+    before, config = config_of("crop", T=16), config_of("crop", T=32)
+    waiting = [[0, 0, 1, 5, 0, 20], [0, 0, 2, 6, 0, 30], [0, 0, 0, 7, 0, 10]]
+    moved = pack_anew({"epoch": 0, "place": 9, "waiting": waiting}, before, config)
+    pieces = sorted(moved["waiting"], key=lambda piece: piece[5])
+    assert [piece[2] for piece in pieces] == [0, 1, 2]

@@ -361,7 +361,10 @@ def forge(kind: str, story: str, seed: int, rng: random.Random) -> tuple[Verdict
     """Train a forged run. What a replay of its false stretch says, and a replay of another one."""
     first = EVERY * rng.randrange(LENGTH // EVERY)
     last = first + EVERY
-    forgery = Forgery(rng.randrange(first, last), first, last, {})
+    step = min(
+        rng.randrange(first, last), LENGTH - 2
+    )  # no run is declared to end after its last step
+    forgery = Forgery(step, first, last, {})
     settings = {"seed": seed, "num_iterations": LENGTH, "save_every": EVERY}
     for tag in ("honest", "forged"):
         shutil.rmtree(training.run_dir(tag), ignore_errors=True)

@@ -16,6 +16,7 @@ Commands that take RUN@STEP call this one for a step that was not saved.
 """
 
 import contextlib
+import json
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -28,6 +29,7 @@ from tqdm import tqdm
 from nanochat.any_step import check_step
 from nanochat.attention import activate_kernel
 from nanochat.checkpoint import (
+    MODEL_CONFIG_NAME,
     MODEL_NAME,
     OPTIMIZER_NAME,
     Checkpoint,
@@ -298,6 +300,12 @@ def compare(run: RunReader, first: int, last: int, process: Process, data_path: 
         assert snapshot is not None
         if snapshot.cursors != end.cursors:
             raise ValueError(f"{end.path}: its cursors do not follow from step {first}")
+        # the same weights in another shape of model are another model
+        shape = json.loads(json.dumps(snapshot.model_config))
+        if any(shape.get(name) != value for name, value in end.model_config.items()):
+            raise ValueError(
+                f"{end.path / MODEL_CONFIG_NAME}: it does not follow from the run's settings"
+            )
         for name in (MODEL_NAME, OPTIMIZER_NAME):
             place = first_difference(snapshot.states[name], end.load(name))
             if place is not None:

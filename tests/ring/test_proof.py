@@ -40,14 +40,16 @@ def checked(path, replay="100%", *more):
     return command(verify.main, path, f"--replay={replay}", *more)
 
 
-def rewrite(step, change, tag="run"):
-    """Change the weights of a checkpoint, and seal it again, as a forger would."""
+def rewrite(step, change, tag="run", **config):
+    """Change the weights of a checkpoint, or its model's config, and seal it again, as a forger
+    would."""
     path = training.run_dir(tag) / "checkpoints" / f"checkpoint-{step}"
     theirs = load_checkpoint(path)
     contents = {name: (path / name).read_bytes() for name in theirs.trainer_state["files"]}
     weights = {name: tensor.clone() for name, tensor in theirs.model_state().items()}
     change(weights)
     contents[MODEL_NAME] = weights
+    contents[MODEL_CONFIG_NAME] = json.dumps({**theirs.model_config, **config}).encode()
     head = {k: v for k, v in theirs.trainer_state.items() if k not in ("files", "checksum")}
     assert {CURSORS_NAME, MODEL_CONFIG_NAME} <= contents.keys()
     shutil.rmtree(path)
@@ -102,6 +104,14 @@ def test_one_flipped_bit_of_one_weight_is_found_on_both_sides():
     assert checked(path, "2:4").code == 1
     assert checked(path, "4:6").code == 1
     assert checked(path, "6:8").code == 0, "the others still follow"
+
+
+def test_the_same_weights_as_another_model_are_found():
+    before = load_checkpoint(training.run_dir() / "checkpoints" / "checkpoint-4").model_config
+    rewrite(4, lambda weights: None, window_pattern="L")
+    assert before["window_pattern"] != "L"
+    outcome = checked(publish(), "2:4")
+    assert outcome.code == 1
 
 
 def test_another_rate_for_one_step_is_found():

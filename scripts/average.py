@@ -2,6 +2,7 @@
 Average the weights of a run's last checkpoints into a new run, for evaluation and export.
 
     python -m scripts.average d12 --last=5               # runs/d12-average-5
+    python -m scripts.average d12 --steps=900,950,1000   # also steps that were not saved: they are replayed
     python -m scripts.base_eval d12-average-5
 
 Near the end of a run, weights move around an optimum. Their mean is often better than any one of
@@ -20,10 +21,12 @@ from pathlib import Path
 
 import torch
 
+from nanochat.any_step import make_available
 from nanochat.checkpoint import (
     MODEL_NAME,
     Checkpoint,
     Snapshot,
+    find_checkpoint,
     first_good,
     list_checkpoints,
     step_of,
@@ -43,8 +46,19 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     p.add_argument(
         "--last", type=whole(2), default=5, help="number of checkpoints to average, the newest ones"
     )
+    p.add_argument(
+        "--steps", type=step_list, metavar="LIST", help="average these steps instead, saved or not"
+    )
     p.add_argument("--model-tag", help="name of the new run (default: RUN-average-LAST)")
     return p.parse_args(argv)
+
+
+def step_list(text: str) -> list[int]:
+    """The type of --steps: at least two different steps, separated by commas."""
+    steps = sorted({int(step) for step in text.split(",")}, reverse=True)
+    if len(steps) < 2:
+        raise argparse.ArgumentTypeError("expected two or more steps, such as 900,950,1000")
+    return steps
 
 
 def last_checkpoints(run_dir: Path, number: int) -> list[Checkpoint]:
@@ -111,9 +125,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parse_args(argv)
     setup_logging()
     source = find_run(args.run)
-    target = run_path(args.model_tag or f"{source.name}-average-{args.last}")
+    number = args.last if args.steps is None else len(args.steps)
+    target = run_path(args.model_tag or f"{source.name}-average-{number}")
     with new_folder(target, "delete it, or name another run with --model-tag") as unfinished:
-        checkpoints = last_checkpoints(source, args.last)
+        if args.steps is None:
+            checkpoints = last_checkpoints(source, args.last)
+        else:
+            names = [f"{source}@{step}" for step in args.steps]
+            checkpoints = [find_checkpoint(make_available(name)) for name in names]
         fill(unfinished, source, target.name, checkpoints)
     steps = ", ".join(f"{c.step:,}" for c in checkpoints)
     print0(f"averaged: the weights of steps {steps}; {target}")

@@ -2,6 +2,7 @@
 continue after them, new runs with another curriculum, budgets, layouts."""
 
 import json
+from unittest import mock
 
 import pytest
 
@@ -239,6 +240,9 @@ def test_a_halted_run_keeps_its_curriculum_and_a_new_run_continues_with_another(
         more, "--curriculum", '{"tiny":1,"web":1}', "max_epochs", "--model-tag", "--init-from=run"
     )
     halted = len(steps())
+    with mock.patch.object(training, "flags", lambda **named: training.as_flags(named)):
+        error = training.refuse(fork_from="run", model_tag="same")
+    assert "halted at step" in error and "--allow-bucket-exhaustion" in error
     succeed(more, num_iterations=halted + 2, model_tag="next", fork_from="run")
     after = rows("final", "next")
     assert {b for b in after if after[b] > before.get(b, 0)} == {"web", "tiny"}, (

@@ -10,6 +10,7 @@ from nanochat import start_run
 from nanochat.checkpoint import load_checkpoint
 from nanochat.run_dir import cursor_files, read_config
 from nanochat.run_reader import RunReader, unbalanced
+from nanochat.tokenizer import RustBPETokenizer
 from tests import training
 from tests.finished import RUN, STEPS, copy
 from tests.training import as_bytes, as_flags, die_after_step, digests, losses
@@ -278,6 +279,14 @@ def test_a_fork_that_cannot_be_is_refused_without_a_trace(changed, words):
     message = fork(run=training.refuse, **changed)
     assert all(word in message for word in words), message
     assert not training.run_dir("child").exists()
+
+
+def test_another_tokenizer_is_refused(workplace):
+    """Its ids mean something else."""
+    other = RustBPETokenizer.train_from_iterator(training.texts(50, seed=3), 300)
+    other.save(workplace / "other-tokenizer")
+    message = fork(run=training.refuse, tokenizer=workplace / "other-tokenizer")
+    assert "tokenizer" in message and "--init-from=parent@4" in message
 
 
 def test_without_a_name_a_fork_is_refused():

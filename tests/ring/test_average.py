@@ -43,3 +43,13 @@ def test_average_writes_the_mean_of_the_newest_good_checkpoints(run, caplog):
     )
     assert base_eval.main(["run-average-3", "--device-type=cpu", "--unigram-tokens=1000"]) == 0
     assert json.loads((run.with_name("run-average-3") / "eval.json").read_text())["val_bpb"] > 0
+
+
+def test_steps_that_were_not_saved_are_averaged_too(copied):
+    assert average.main(["run", "--steps=3,4"]) == 0
+    averaged = find_checkpoint("run-average-2")
+    states = [find_checkpoint(f"run@{step}").model_state() for step in (3, 4)]
+    assert averaged.step == 4
+    for name, tensor in averaged.model_state().items():
+        mean = torch.stack([state[name].double() for state in states]).mean(dim=0)
+        torch.testing.assert_close(tensor.double(), mean, rtol=1e-6, atol=1e-7)

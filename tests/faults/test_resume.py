@@ -465,7 +465,7 @@ def test_a_failed_evaluation_is_logged_and_the_run_completes(
     monkeypatch, function, flags, what, failures
 ):
     """Every call fails once the run has started."""
-    monkeypatch.setattr(start_run, "read_bundle", lambda *args: [])
+    monkeypatch.setattr(start_run, "read_bundle", lambda **how: [])
     fails = partial(monkeypatch.setattr, function, out_of_memory)
     monkeypatch.setattr(base_train, "announce", lambda *args: fails())
     outcome = succeed(**SHORT, **flags)

@@ -3,7 +3,9 @@ cut out."""
 
 import os
 import shlex
+import shutil
 import subprocess
+import tempfile
 from pathlib import Path
 from unittest import mock
 
@@ -21,10 +23,17 @@ SMALL = {**training.SMALL, "device_batch_size": 32, "total_batch_size": 2048, "s
 
 
 def commands(base: Path, script: str, **environment: str) -> list[list[str]]:
-    """The words of each command that a script prints."""
+    """The words of each command that a script prints. It runs beside no .venv, whose Python it
+    would use."""
+    with tempfile.TemporaryDirectory() as folder:
+        shutil.copytree(ROOT / "runs", Path(folder, "runs"))
+        return _printed(Path(folder), base, script, environment)
+
+
+def _printed(root: Path, base: Path, script: str, environment: dict[str, str]) -> list[list[str]]:
     done = subprocess.run(
         ["bash", f"runs/{script}.sh", *SCRIPTS[script]],
-        cwd=ROOT,
+        cwd=root,
         text=True,
         capture_output=True,
         check=True,

@@ -16,7 +16,7 @@ from nanochat.checkpoint import (
     load_checkpoint,
     write_sealed,
 )
-from scripts import receipt, verify
+from scripts import receipt, replay, verify
 from tests import training
 from tests.finished import RUN, STEPS, command, copy
 
@@ -29,6 +29,19 @@ def workplace(finished, tmp_path):
         yield path
 
 
+@pytest.fixture(autouse=True)
+def in_this_process(monkeypatch):
+    """Replays on one process need no process of their own here."""
+    of_its_own = verify.replay
+
+    def run(words, processes=1):
+        if processes > 1:
+            return of_its_own(words, processes)
+        assert replay.main(words) == 0
+
+    monkeypatch.setattr(verify, "replay", run)
+
+
 def publish(tag="run"):
     """Write the receipt of a run. Returns its path."""
     out = training.run_dir().parent.parent / f"{tag}.json"
@@ -36,8 +49,8 @@ def publish(tag="run"):
     return out
 
 
-def checked(path, replay="100%", *more):
-    return command(verify.main, path, f"--replay={replay}", *more)
+def checked(path, share="100%", *more):
+    return command(verify.main, path, f"--replay={share}", *more)
 
 
 def rewrite(step, change, tag="run", **config):
@@ -84,9 +97,9 @@ def test_a_share_is_drawn_from_all_stretches():
 
 def test_a_fork_is_replayed_from_its_first_checkpoint_and_on_two_processes():
     training.succeed(fork_from="run@4", model_tag="child", leaves=2, save_every=2)
-    outcome = checked(publish("child"), "100%", "--processes=2")
+    outcome = checked(publish("child"), "4:6", "--processes=2")
     assert outcome.code == 0, outcome.out + outcome.err
-    assert "OK steps 4 to 6" in outcome.out and "OK steps 6 to 8" in outcome.out
+    assert "OK steps 4 to 6" in outcome.out
 
 
 def test_data_may_have_moved(workplace):

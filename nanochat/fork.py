@@ -29,7 +29,7 @@ from typing import Any
 
 from nanochat.checkpoint import SCHEDULER_NAME, Checkpoint, find_checkpoint
 from nanochat.cli import Decides
-from nanochat.common import Difference, differences, hash_json
+from nanochat.common import Difference, differences, hash_json, print0
 from nanochat.config import OF_ONE_RUN, Settings, fields_of, flag
 from nanochat.files import data_at
 from nanochat.gpt import GPTConfig
@@ -326,6 +326,11 @@ def continue_cursors(
     theirs = parent.manifests["train"]
     ours = data.manifests["train"]
     going_on = [bucket for bucket in data.train if _goes_on(theirs.get(bucket), ours[bucket])]
+    _tell(
+        fork.run,
+        left=sorted(theirs.keys() - {*going_on}),
+        new=sorted(data.train.keys() - {*going_on}),
+    )
     is_packed_anew = any(getattr(before, name) != getattr(config, name) for name in PACKING)
     same_mix = "curriculum" not in fork.changes
     same_data = all(
@@ -351,6 +356,20 @@ def continue_cursors(
             {**cursor, "stream": identity, "row": row, "dropped": dropped, "buckets": feeds}
         )
     return continued
+
+
+def _tell(run: str, *, left: list[str], new: list[str]) -> None:
+    """Print which buckets a fork does not go on with, because nothing else would show it."""
+    if left:
+        print0(
+            f"note: {', '.join(left)}: {run} read this, and the fork does not go on with it; documents that were "
+            f"pending there are in no row of the fork"
+        )
+    if new:
+        print0(
+            f"note: {', '.join(new)}: the fork reads this from its beginning, including what {run} may have "
+            f"read under another name"
+        )
 
 
 def _check_order(

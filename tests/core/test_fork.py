@@ -46,6 +46,7 @@ def test_a_fork_that_changes_nothing_equals_its_parent_in_every_bit():
     assert losses("child") == losses("parent")[AT:]
     assert weights("child") == weights("parent")
     assert "continues parent at step 4; nothing changed" in outcome.out
+    assert "does not go on" not in outcome.out and "from its beginning" not in outcome.out
 
 
 def test_its_config_records_the_parent_and_that_nothing_changes():
@@ -252,7 +253,9 @@ def test_other_data_begins_anew_and_validation_may_change_with_it(workplace):
     for number in range(3):
         path = workplace / "other" / f"part_{number}.parquet"
         training.write_shard(path, training.texts(96, seed=20 + number))
-    fork(data_path=workplace / "other", val_path=workplace / "other")
+    outcome = fork(data_path=workplace / "other", val_path=workplace / "other")
+    assert "the fork does not go on with it" in outcome.out
+    assert "from its beginning" in outcome.out
     ours = RunReader(training.run_dir("child"))
     feeds = [cursor["buckets"] for cursor in ours.nearest_cursors(AT)[1]]
     assert all(feed["documents"] == 0 for of_lane in feeds for feed in of_lane.values())

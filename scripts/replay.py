@@ -18,8 +18,9 @@ Commands that take RUN@STEP call this one for a step that was not saved.
 import contextlib
 import json
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +51,7 @@ from nanochat.dist import (
     on_rank0,
     versions,
 )
-from nanochat.run_dir import find_run_at, newest_events
+from nanochat.run_dir import find_run_at, finite, newest_events
 from nanochat.run_journal import Journal, code_version
 from nanochat.run_reader import Launch, RunReader
 from nanochat.run_settings import resolve
@@ -190,7 +191,7 @@ def replayed(
                 raise ValueError(f"{run.log_path}: it lacks step {number}, which a replay compares")
             now = settings_of(run, number, process)
             follow(training, now, of_run)
-            take(of_run, training, logged[number], lambda at=number: causes(run, at, process))
+            take(of_run, training, logged[number], partial(causes, run, number, process))
         yield training
 
 
@@ -226,7 +227,9 @@ def follow(training: Training, now: Settings, of_run: Run) -> None:
         )
 
 
-def take(of_run: Run, training: Training, logged: Mapping[str, Any], why: Any) -> None:
+def take(
+    of_run: Run, training: Training, logged: Mapping[str, Any], why: Callable[[], str]
+) -> None:
     """Take one step as the run did, and compare it with its line in the log."""
     step = training.progress.step
     rows, shortage = base_train.forward_backward(training)
@@ -238,7 +241,8 @@ def take(of_run: Run, training: Training, logged: Mapping[str, Any], why: Any) -
             f"step {step}: the replay has other rows than the run: digest {totals.digest}, the log has "
             f"{logged['digest']}{why()}"
         )
-    if totals.outcome is not Outcome.VOID and totals.loss != logged["loss"]:
+    # the log has null for a loss that is not finite, which a spike may have
+    if totals.outcome is not Outcome.VOID and finite(totals.loss) != logged["loss"]:
         raise ValueError(
             f"step {step}: the replay has the same rows as the run, but other bits: loss {totals.loss!r}, the log "
             f"has {logged['loss']!r}{why()}"

@@ -61,6 +61,8 @@ def test_its_config_records_the_parent_and_that_nothing_changes():
 def test_it_begins_with_the_parents_checkpoint_and_cursors():
     fork()
     assert min(cursor_files(training.run_dir("child"))) == AT
+    first = training.run_dir("child") / "checkpoints" / f"checkpoint-{AT}"
+    assert load_checkpoint(first).trainer_state["kept"], "its early steps are replayed from there"
     assert weights("child", f"checkpoint-{AT}") == weights("parent", f"checkpoint-{AT}")
 
 

@@ -1,11 +1,13 @@
 """Every step is a checkpoint: a step that was not saved is replayed, to the last bit."""
 
 import json
+import math
+from unittest import mock
 
 import pytest
 
 from nanochat.checkpoint import load_checkpoint
-from scripts import replay, sample
+from scripts import base_train, replay, sample
 from tests import training
 from tests.finished import RUN, STEPS, command, copy
 from tests.training import as_bytes
@@ -58,6 +60,24 @@ def test_across_a_launch_with_a_longer_horizon_each_step_has_the_schedule_of_its
     assert command(replay.main, f"run@{STEPS + 2}").code == 0
     training.succeed(num_iterations=STEPS + 4, resume=f"run@{STEPS + 2}", force=True)
     assert len(training.digests()) == STEPS + 4
+
+
+def test_a_skipped_step_whose_loss_was_not_finite_is_replayed():
+    """Regression: the log has null for it, which no number equals."""
+    forward_backward = base_train.forward_backward
+
+    def broken_once(parts):
+        rows, shortage = forward_backward(parts)
+        if parts.progress.step == 18:
+            rows[:, 0] = math.nan  # the losses
+        return rows, shortage
+
+    with mock.patch.object(base_train, "forward_backward", broken_once):
+        training.succeed(model_tag="spiky", skip_spikes=50, num_iterations=21, save_every=16)
+        assert training.steps("spiky")[18]["loss"] is None
+        outcome = command(replay.main, "spiky@20")
+    assert outcome.code == 0, outcome.err
+    assert load_checkpoint(checkpoint(20, "spiky")).trainer_state["progress"]["skipped"] == 1
 
 
 def test_a_replay_is_kept_by_retention():

@@ -12,7 +12,7 @@ from nanochat.common import read_json
 from nanochat.integrations.megatron_api import GPTDataset
 from nanochat.start_run import open_run
 from nanochat.tokenizer import RustBPETokenizer
-from scripts import inspect_data, receipt, validate, verify
+from scripts import inspect_data, receipt, replay, validate, verify
 from tests import training
 from tests.finished import command as command_line
 from tests.ring.test_megatron_order import as_megatron, digests_of
@@ -130,6 +130,16 @@ def test_a_new_run_continues_the_data_of_another(workplace):
     more["model_tag"] = "other"
     error = training.refuse(**{**workplace, "num_iterations": 7, "seed": 1}, **more)
     assert "--seed was 42 and is 1" in error
+
+
+def test_a_step_that_was_not_saved_is_replayed(workplace):
+    assert not (run_dir("whole") / "checkpoints" / "checkpoint-6").exists()
+    outcome = command_line(replay.main, "whole@6")
+    assert outcome.code == 0, outcome.err
+    more = {"fork_from": "whole@6", "model_tag": "child"}
+    succeed(**workplace, **more)
+    assert digests("child", 6) == digests("whole")[6:]
+    assert state_of(final("child"))["cursors"] == state_of(final("whole"))["cursors"]
 
 
 # ---- other lengths and flags ---------------------------------------------------------------------

@@ -125,14 +125,7 @@ class History:
         if curriculum is not None and bucket not in curriculum.buckets:
             return
         source = self.sources[bucket]
-        order = open_order(
-            source.groups,
-            source.means,
-            small=source.small,
-            bucket=bucket,
-            config=self.config,
-            joined=source.joined,
-        )
+        order = open_order(source, bucket=bucket, config=self.config)
         max_epochs = self.config.epochs(bucket)
         epochs = itertools.count() if max_epochs == 0 else range(max_epochs)
         is_ahead = False

@@ -399,14 +399,7 @@ def _begin_of_share(
     source: Source, bucket: str, config: StreamConfig, lane: int, feed: Mapping[str, Any]
 ) -> int:
     """Where a lane's documents begin in the current epoch of a bucket that files have just joined."""
-    order = open_order(
-        source.groups,
-        source.means,
-        small=source.small,
-        bucket=bucket,
-        config=config,
-        joined=source.joined,
-    )
+    order = open_order(source, bucket=bucket, config=config)
     return order.share(lane, feed["epoch"]).start
 
 

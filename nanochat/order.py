@@ -28,7 +28,7 @@ import bisect
 import functools
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -544,24 +544,26 @@ class JoinedOrder(Order):
         return UnitRows(groups + self.first_group, rows, keep)
 
 
-def open_order(
-    documents: np.ndarray,
-    means: np.ndarray,
-    *,
-    small: bool,
-    bucket: str,
-    config: StreamConfig,
-    joined: Sequence[Joined] = (),
-) -> Order:
-    """The order of a bucket.
+class Grouped(Protocol):
+    """What the order of a bucket needs to know of it: a `nanochat.sources.Source`, or its lengths."""
 
-    documents, means (G,) int64: see `fed_lanes`. `small`: see `nanochat.sources.Source`. `joined`:
-    the files that joined the bucket, in the order of the forks that named them.
-    """
-    ends = [*(part.first_group for part in joined), len(documents)]
-    kind = SmallOrder if small else LargeOrder
+    @property
+    def groups(self) -> np.ndarray: ...  # (G,) int64: number of documents in each group
+    @property
+    def means(self) -> np.ndarray: ...  # (G,) int64: their estimated mean length in tokens
+    @property
+    def small(self) -> bool: ...  # whether its documents are shuffled one by one
+    @property
+    def joined(self) -> Sequence[Joined]: ...  # the files that joined it, in the order of forks
+
+
+def open_order(source: Grouped, *, bucket: str, config: StreamConfig) -> Order:
+    """The order of a bucket."""
+    documents, means = source.groups, source.means
+    ends = [*(part.first_group for part in source.joined), len(documents)]
+    kind = SmallOrder if source.small else LargeOrder
     order: Order = kind(documents[: ends[0]], means[: ends[0]], bucket=bucket, config=config)
-    for number, (part, stop) in enumerate(zip(joined, ends[1:]), start=1):
+    for number, (part, stop) in enumerate(zip(source.joined, ends[1:]), start=1):
         groups = slice(part.first_group, stop)
         kind = SmallOrder if part.small else LargeOrder
         name = f"{bucket} joined {number}"

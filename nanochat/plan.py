@@ -467,14 +467,7 @@ def _sample(config: StreamConfig, bucket: str, lengths: Lengths, rows: int) -> d
         bucket=bucket,
         lane=0,
         source=lengths,  # type: ignore[arg-type]
-        order=open_order(
-            lengths.groups,
-            lengths.means,
-            small=lengths.small,
-            bucket=bucket,
-            config=config,
-            joined=lengths.joined,
-        ),
+        order=open_order(lengths, bucket=bucket, config=config),
         pool=None,
     )
     for _ in range(rows):

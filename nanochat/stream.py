@@ -616,14 +616,7 @@ class Stream:
         # a feed for each bucket and lane
         self.feeds: dict[str, dict[int, Feed]] = {}
         for bucket, source in sources.items():
-            order = open_order(
-                source.groups,
-                source.means,
-                small=source.small,
-                bucket=bucket,
-                config=config,
-                joined=source.joined,
-            )
+            order = open_order(source, bucket=bucket, config=config)
             new_feed = partial(
                 feed, config, bucket=bucket, source=source, order=order, pool=self.pool
             )

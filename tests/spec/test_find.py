@@ -127,9 +127,7 @@ def nearest(saves, step):
 
 def history_place(history, bucket, found, group, row):
     source = history.sources[bucket]
-    order = open_order(
-        source.groups, source.means, small=source.small, bucket=bucket, config=history.config
-    )
+    order = open_order(source, bucket=bucket, config=history.config)
     return order.lane_and_place(found.epoch, group, row)[1]
 
 

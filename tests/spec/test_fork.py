@@ -57,14 +57,7 @@ def with_joined(before, added, begins, small):
 
 
 def order_of(source, config):
-    return open_order(
-        source.groups,
-        source.means,
-        small=source.small,
-        bucket="b",
-        config=config,
-        joined=source.joined,
-    )
+    return open_order(source, bucket="b", config=config)
 
 
 def join(config, cursors, before, added, small):

@@ -40,7 +40,7 @@ def epoch_in_units(source, epoch, V, size, seed, small):
 def test_concat_is_the_lanes_share_of_each_epoch_back_to_back(small):
     V, source = 2, MemorySource(fixed_source().documents, small=small)
     config = stream_config("concat", T=16, V=V, seed=5, unit_size=2)
-    order = open_order(source.groups, source.means, small=small, bucket="b", config=config)
+    order = open_order(source, bucket="b", config=config)
     assert set(order.sizes.tolist()) == {1 if small else 2} and order.batch == 1
     for lane in range(V):
         expected = []

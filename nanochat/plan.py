@@ -298,17 +298,10 @@ def make_plan(
         of_bucket.plenty = has_plenty(config, bucket, of_bucket, needed, passes)
     all_plenty = all(of_bucket.plenty for of_bucket in lengths.values())
     steps = range(num_steps if all_plenty else start_step, num_steps)
-    rows_before = {
-        (bucket, cursor["lane"]): feed["row"]
-        for cursor in begin
-        for bucket, feed in cursor["buckets"].items()
-    }
-    rehearsed = _rehearse_steps(stream, n, steps, rows_before)
+    rehearsed = _rehearse_steps(stream, n, steps, _rows_of_parent(begin))
     accounts: dict[str, dict[str, int]] = {}
     if not all_plenty:
-        before = ledger(begin, config.T)
-        for bucket, total in ledger(stream.cursors(rehearsed.state), config.T).items():
-            accounts[bucket] = _since(before.get(bucket, {}), total)
+        accounts = _accounts_since(begin, stream.cursors(rehearsed.state), config.T)
 
     plans = {}
     for bucket, of_bucket in lengths.items():
@@ -365,13 +358,27 @@ def _passes_done(stream: Stream, bucket: str) -> float:
     return max(done)
 
 
-def _since(before: Mapping[str, int], account: dict[str, int]) -> dict[str, int]:
-    """What was added to an account. Epochs and pending tokens are those at its end."""
-    at_end = ("epochs", "pending")
+def _rows_of_parent(begin: Sequence[Cursor]) -> dict[tuple[str, int], int]:
+    """{(bucket, lane): number of rows that a fork's parent took of it}; see `make_plan`."""
     return {
-        name: count if name in at_end else count - before.get(name, 0)
-        for name, count in account.items()
+        (bucket, cursor["lane"]): feed["row"]
+        for cursor in begin
+        for bucket, feed in cursor["buckets"].items()
     }
+
+
+def _accounts_since(
+    begin: Sequence[Cursor], end: Sequence[Cursor], T: int
+) -> dict[str, dict[str, int]]:
+    """The ledger of what was added from `begin` on. Epochs and pending tokens are those at the end."""
+    before = ledger(begin, T)
+    accounts = {}
+    for bucket, total in ledger(end, T).items():
+        earlier = before.get(bucket, {})
+        account = {name: count - earlier.get(name, 0) for name, count in total.items()}
+        account |= {name: total[name] for name in ("epochs", "pending")}
+        accounts[bucket] = account
+    return accounts
 
 
 def has_plenty(

@@ -43,9 +43,11 @@ from nanochat.order import ORDERS, StreamSettings
 from nanochat.run_dir import (
     CONFIG_NAME,
     checkpoint_folders,
+    config_at,
     find_run_at,
     read_config,
     run_path,
+    step_in,
 )
 from nanochat.schedule import HorizonSettings, ScheduleSettings
 from nanochat.sinks import SinkSettings
@@ -657,8 +659,9 @@ def flags_of_run(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def inherited_flags(given: Sequence[str]) -> dict[str, Any]:
-    """The flags that a fork takes from its parent's config.json or, once it has begun, from its own;
-    {} without --fork-from. ValueError or FileNotFoundError if the parent cannot be found."""
+    """The flags that a fork takes from its parent, as the launch that took the step had them or,
+    once it has begun, from its own config.json; {} without --fork-from. ValueError or
+    FileNotFoundError if the parent cannot be found."""
     name = value_of(given, "--fork-from")
     if name is None:
         return {}
@@ -667,8 +670,8 @@ def inherited_flags(given: Sequence[str]) -> dict[str, Any]:
         own = run_path(tag)
         if (own / CONFIG_NAME).is_file():
             return flags_of_run(read_config(own))
-    parent, _ = find_run_at(name)
-    flags = flags_of_run(read_config(parent))
+    parent, selector = find_run_at(name)
+    flags = flags_of_run(config_at(parent, step_in(selector)))
     return {name: value for name, value in flags.items() if name not in OF_ONE_RUN}
 
 

@@ -43,7 +43,7 @@ from nanochat.pins import (
     pins_of,
     read_manifests,
 )
-from nanochat.run_dir import Fork, changes_text, is_run_dir, read_config
+from nanochat.run_dir import Fork, changes_text, config_at, is_run_dir, read_config
 from nanochat.run_order import order_of, stream_config
 from nanochat.sources import RunData, Source, check_files
 from nanochat.stream import Cursor, RowsConfig, stream_identity
@@ -81,16 +81,28 @@ def find_parent(fork_from: str) -> Parent:
             f"and files a fork needs; name a run, or use --init-from for the weights alone"
         )
     manifests = read_manifests(run_dir / DATA_MANIFEST)
-    return Parent(run_dir, Settings.from_json(read_config(run_dir)), checkpoint, manifests)
+    return Parent(
+        run_dir, Settings.from_json(config_at(run_dir, checkpoint.step)), checkpoint, manifests
+    )
 
 
 def branch_off(settings: Settings, parent: Parent) -> Settings:
     """The settings of a fork, with its record. ValueError if they change what a fork keeps, or if
     the fork would do nothing."""
+    checkpoint = parent.checkpoint
+    known = settings.fork or {}
+    if "checksum" in known:
+        begun = Fork(**known)
+        if begun.checksum != checkpoint.trainer_state["checksum"]:
+            raise ValueError(
+                f"--fork-from={settings.fork_from}: this run began with step {begun.step} of {begun.run}, but "
+                f"{checkpoint.path} is now a different checkpoint; restore the old one, or start a new run with "
+                f"--model-tag=NAME"
+            )
+        return settings  # it has not saved yet; all else was decided when it began
     settings = _inherit(settings, parent)
     changes = _changes(settings, parent)
-    _check_parent(settings, parent, changes)
-    checkpoint = parent.checkpoint
+    _check_halt(settings, parent, changes)
     tokens = checkpoint.trainer_state["progress"]["tokens"]
     earlier = Fork.of(parent.settings.fork)
     mix_tokens = earlier.mix_tokens if earlier else 0
@@ -115,9 +127,8 @@ def branch_off(settings: Settings, parent: Parent) -> Settings:
     return replace(settings, fork=fork._asdict())
 
 
-def _check_parent(settings: Settings, parent: Parent, changes: Mapping[str, Any]) -> None:
-    """ValueError if the parent halted and these changes do not lift that, or if this fork began with
-    another checkpoint."""
+def _check_halt(settings: Settings, parent: Parent, changes: Mapping[str, Any]) -> None:
+    """ValueError if the parent halted, and these changes do not lift that."""
     checkpoint = parent.checkpoint
     state = checkpoint.trainer_state
     lifts = {"data_path", "allow_bucket_exhaustion", *OF_ROWS} & changes.keys()
@@ -126,13 +137,6 @@ def _check_parent(settings: Settings, parent: Parent, changes: Mapping[str, Any]
             f"--fork-from={settings.fork_from}: {parent.run_dir.name} halted at step "
             f"{checkpoint.step}: {state['halted']}; a fork that reads the same data halts there, too. "
             f"Change --curriculum or --data-path, add --allow-bucket-exhaustion, or name an earlier step"
-        )
-    known = settings.fork or {}
-    if known.get("checksum", state["checksum"]) != state["checksum"]:
-        raise ValueError(
-            f"--fork-from={settings.fork_from}: this run began with step {known['step']} of "
-            f"{known['run']}, but {checkpoint.path} is now a different checkpoint; restore the old one, or "
-            f"start a new run with --model-tag=NAME"
         )
 
 
@@ -149,7 +153,8 @@ def _share_limit(settings: Settings, parent: Parent) -> int | None:
 
 
 def _inherit(settings: Settings, parent: Parent) -> Settings:
-    """The settings with those of the parent that no flag names, such as those that an order of its own works out."""
+    """The settings with those of the parent that no flag names, such as those that an order of its
+    own works out."""
     values = {}
     for name, f in fields_of(type(settings)).items():
         is_hidden = f.metadata.get("auto") and not f.metadata.get("flag", True)

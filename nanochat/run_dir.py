@@ -512,6 +512,22 @@ def newest_events(run_dir: Path, step: float) -> dict[str, dict[str, Any]]:
     return newest
 
 
+def config_at(run_dir: Path, step: float) -> dict[str, Any]:
+    """A run's config.json, with what the launch that took this step had changed, such as the device
+    batch size. Raises the errors of `read_config`."""
+    config = read_config(run_dir)
+    changed = newest_events(run_dir, step).get("started", {}).get("changed") or {}
+    return config | {name: value for name, value in changed.items() if name in config}
+
+
+def step_in(selector: str | None) -> float:
+    """The step that RUN@SELECTOR names by its number or by the name of a checkpoint; otherwise
+    infinity, for the newest."""
+    named = CHECKPOINT_NAME.fullmatch(selector or "")
+    number = named["step"] if named else selector
+    return int(number) if number and number.isdecimal() else math.inf
+
+
 # ---- losses of rows -----------------------------------------------------------------------------
 
 

@@ -100,6 +100,29 @@ def test_a_fork_of_a_fork_equals_the_first_run():
     assert read_config(training.run_dir("grandchild"))["fork"]["run"] == "child"
 
 
+def test_a_fork_has_the_settings_of_the_launch_that_took_its_step():
+    """The device batch size may change in a resume, and decides bits."""
+    training.succeed(model_tag="moved", save_every=2, num_iterations=5, device_batch_size=2)
+    training.succeed(model_tag="moved", save_every=2, num_iterations=STEPS, device_batch_size=1)
+    fork(step=6, parent="moved")
+    assert losses("child") == losses("moved")[6:]
+    assert weights("child") == weights("moved")
+    assert read_config(training.run_dir("child"))["fork"]["changes"] == {}
+
+
+def test_a_fork_that_was_killed_before_it_had_a_checkpoint_begins_as_it_did(workplace):
+    training.write_shard(workplace / "data" / "shard_9.parquet", training.texts(96, seed=9))
+    changed = {"data_path": workplace / "data", "num_iterations": 20}
+    with mock.patch.object(start_run, "adopt", mock.Mock(side_effect=OSError(5, "gone"))):
+        fork(run=training.refuse, **changed)
+    fork(**changed)
+    fork(tag="other", **changed)
+    assert digests("child", AT) == digests("other", AT)
+    assert losses("child") == losses("other")
+    first = load_checkpoint(training.run_dir("child") / "checkpoints" / f"checkpoint-{AT}")
+    assert first.trainer_state["next_digest"] is None, "files joined, so the next step is new"
+
+
 def test_a_fork_of_an_extended_run_has_its_horizon():
     training.succeed(model_tag="parent", num_iterations=STEPS + 4)
     fork(step=10, tag="late")

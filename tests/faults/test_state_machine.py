@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule, run_state_machine_as_test
 
 from nanochat import checkpoint, run_dir, run_owner, run_stop
-from nanochat.common import hash_bytes, stop_reason
+from nanochat.common import hash_bytes
 from nanochat.stream import ledger
 from tests import crashes, training
 from tests.toy import examples
@@ -191,15 +191,27 @@ def pause(heartbeat):
     training.send(signal.SIGSTOP)
 
 
-def request_stop(what):
-    """Ask the run to stop, and write down how many steps it had done when it noticed."""
-    run = training.run_dir()
-    if what == "flag":
-        run_stop.request_stop(run)
-        training.wait_for(stop_reason)  # the heartbeat saw it
-    else:
-        training.send(signal.Signals[what])
-    (run.parent / "steps_at_request").write_text(str(len(training.steps())))
+def asked_to_stop(moment, what):
+    """Ask the run to stop at a moment, and write down how many steps it had done when it
+    noticed."""
+    enter, watches = run_stop.StopWatch.__enter__, []
+
+    def entered(self):
+        watches.append(self)
+        return enter(self)
+
+    def ask():
+        run = training.run_dir()
+        if what == "flag":
+            run_stop.request_stop(run)
+            # the heartbeat saw it; `stop_reason` would not know, because a save has its own thread
+            training.wait_for(watches[-1].asked)
+        else:
+            training.send(signal.Signals[what])
+        (run.parent / "steps_at_request").write_text(str(len(training.steps())))
+
+    run_stop.StopWatch.__enter__ = entered
+    training.before(*moment, ask)
 
 
 # ---- the machine ---------------------------------------------------------------------------------
@@ -352,7 +364,7 @@ class Life(RuleBasedStateMachine):
         steps_at_request, rank = self.run.parent / "steps_at_request", rank % world_size
         steps_at_request.unlink(missing_ok=True)
         began = max(self.good.values(), default=0)
-        hook = partial(training.before, *moment, partial(request_stop, what))
+        hook = partial(asked_to_stop, moment, what)
         hook = partial(crashes.on_rank, 0 if what == "flag" else rank, hook)
         if what == "flag" and moment[0].endswith("init_weights"):
             return  # the heartbeat has not begun

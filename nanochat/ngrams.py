@@ -189,7 +189,7 @@ class Shared(NamedTuple):
 
     text: int  # its number
     item: int  # its number
-    count: int  # how many of the item's n-grams the text contains
+    num_ngrams: int  # how many of the item's n-grams the text contains
     words: str  # the first of them in the item
 
 

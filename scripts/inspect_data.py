@@ -6,6 +6,7 @@ no GPU.
     python -m scripts.inspect_data digest mine --steps=0:10             # recomputed and compared with the log
     python -m scripts.inspect_data spikes mine                          # outlier steps, and their rows with high losses
     python -m scripts.inspect_data find mine --document=shard_00000.parquet:41      # or --text="some words"
+    python -m scripts.inspect_data find mine --texts=questions.jsonl    # which items it trained on (--core: CORE's)
     python -m scripts.inspect_data ledger mine                          # where every token went
     python -m scripts.inspect_data rows --config=runs/laptop.yaml --data-path=mytext --step=0      # before a run
     python -m scripts.inspect_data rows mine.json --step=17 --data-path=mytext      # a receipt (scripts.receipt)
@@ -38,11 +39,20 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
+from nanochat import seen
 from nanochat.cli import EXIT_FAILED, Parser, run_main, setup_logging, whole
 from nanochat.common import counted, show, table, visible
 from nanochat.config import Settings, add_flags, flag, from_flags
 from nanochat.dataloader import StepLayout
-from nanochat.find import DocumentPlace, History, Pass, documents_with, find_document, sample_passes
+from nanochat.find import (
+    DocumentPlace,
+    History,
+    Pass,
+    Use,
+    documents_with,
+    find_document,
+    sample_passes,
+)
 from nanochat.order import StreamConfig
 from nanochat.pins import is_prepared
 from nanochat.rows import Row
@@ -69,6 +79,10 @@ epoch: pass over the data; start, stop: its tokens from start to before stop; of
 FIND_LEGEND = """\
 epoch: pass over the data; row: its number in the step; lane: the virtual reader; start, stop: its tokens from start
 to before stop are in the row; loss: the row's mean; numbers count from 0"""
+SEEN_LEGEND = """\
+shared, of: how many of the item's n-grams are in the document, and how many it has; loss before: of the row, at the
+first step that trained on the item; loss after: at the last later one; steps: those whose rows share its n-grams
+in the data: items in training documents; seen: items that the model learned from; numbers count from 0, lines from 1"""
 JUDGED = ("loss", "grad_norm")  # the numbers of a step in which spikes are looked for
 WORDS = 60  # characters shown from the beginning of a document
 
@@ -559,7 +573,10 @@ class Traced(NamedTuple):
         return any(one_pass.uses for one_pass in self.passes)
 
 
-def tracer(opened: Opened) -> Callable[[DocumentPlace], Iterator[Pass]]:
+Passes = Callable[[DocumentPlace], Iterator[Pass]]
+
+
+def tracer(opened: Opened) -> Passes:
     """The function that follows a training document through the run, epoch by epoch."""
     run = opened.run
     config = opened.config
@@ -760,13 +777,14 @@ def passes_of(
 
 def show_find(opened: Opened, args: argparse.Namespace) -> int:
     """Print every training row with tokens of a document, epoch by epoch."""
+    if args.texts or args.core:
+        return show_items(opened, args)
     losses_of = lru_cache(None)(partial(recorded_losses, opened.run))
     any_rows = False
     for traced in named_documents(opened, args):
         split, document, _ = traced
         source = (opened.data.train if split == "train" else opened.data.val)[document.bucket]
-        listed = source.without.get(document.group)
-        left_out = listed is not None and bool(listed[document.row])
+        left_out = is_masked(source, document)
         ids, words, origin = content_of(opened, source, document)
         passes = passes_of(opened, traced, ids, losses_of, args.text)
         if args.json:
@@ -830,6 +848,150 @@ def show_ledger(opened: Opened, args: argparse.Namespace) -> int:
     return EXIT_FAILED if unbalanced(accounts) else 0
 
 
+# ---- from a benchmark to the steps that trained on it --------------------------------------------
+
+
+def lineage(opened: Opened) -> Iterator[tuple[Opened, int]]:
+    """(a run, the number of its steps that count): the run itself; of a fork, also its ancestors up
+    to where it left them."""
+    end = opened.run.num_steps
+    while True:
+        yield opened, end
+        run = opened.run
+        begun_from = run.config.get("init_from")
+        if begun_from:
+            log.warning(
+                "%s began with the weights of %s, whose data is not searched", run.name, begun_from
+            )
+        if run.fork is None:
+            return
+        if run.parent_dir is None:
+            log.warning(
+                "%s is a fork of %s, which no longer exists: its steps are not searched",
+                run.name,
+                run.fork.place,
+            )
+            return
+        end = run.fork.step
+        opened = open_stream_of(run.parent_dir)
+
+
+class LearnedPart(NamedTuple):
+    """A row with a part of a document, and the text of that part."""
+
+    use: Use
+    text: str
+
+
+def learned_parts(opened: Opened, name: str, passes_of: Passes, end: int) -> list[LearnedPart]:
+    """The parts of a training document FILE:DOC that a run learned from before step `end`. None if
+    the run does not read it, or if its targets are masked."""
+    try:
+        _, document = find_document({"train": opened.data.train}, name)
+    except ValueError:  # its file joined in a later fork
+        return []
+    source = opened.data.train[document.bucket]
+    if is_masked(source, document):
+        return []
+    uses = [use for one_pass in passes_of(document) for use in one_pass.uses if use.step < end]
+    if not uses:
+        return []
+    ids = content_of(opened, source, document).ids
+    decode = opened.data.tokenizer.decode
+    return [LearnedPart(use, decode(ids[use.start : use.stop].tolist())) for use in uses]
+
+
+def is_masked(source: Source, document: DocumentPlace) -> bool:
+    """Whether --without-documents lists a document."""
+    listed = source.without.get(document.group)
+    return listed is not None and bool(listed[document.row])
+
+
+def item_uses(
+    opened: Opened, benchmark: seen.Benchmark, names: Sequence[str]
+) -> dict[tuple[str, int], list[seen.ItemUse]]:
+    """{(document, number of an item): rows that the model learned the item from} of some training
+    documents, over the run and its ancestors."""
+    found: dict[tuple[str, int], list[seen.ItemUse]] = {}
+    for of_run, end in lineage(opened):
+        passes_of = tracer(of_run)
+        losses_of = lru_cache(64)(partial(recorded_losses, of_run.run))
+        for name in tqdm(names, desc=f"tracing in {of_run.run.name}", unit="doc", disable=None):
+            parts = learned_parts(of_run, name, passes_of, end)
+            for shared in benchmark.index.find([part.text for part in parts]):
+                use = parts[shared.text].use
+                losses = losses_of(use.step)
+                item_use: seen.ItemUse = {
+                    "step": use.step,
+                    "epoch": use.epoch,
+                    "row": use.row,
+                    "loss": losses[use.row] if losses else None,
+                }
+                found.setdefault((name, shared.item), []).append(item_use)
+    return found
+
+
+def find_items(opened: Opened, benchmark: seen.Benchmark) -> dict[str, seen.TaskResult]:
+    """{task: which of its items are in the data, and which the run trained on}."""
+    data = {"train": opened.data.train, "validation": opened.data.val}
+    hits = list(seen.search(data, benchmark.index))
+    names = {hit.document.name: None for hit in hits if hit.split == "train"}
+    uses = item_uses(opened, benchmark, [*names])
+    documents: dict[int, list[seen.FoundDocument]] = {}  # by item
+    for split, document, shared in hits:
+        of_document: seen.FoundDocument = {
+            "document": document.name,
+            "bucket": document.bucket,
+            "split": split,
+            "without": is_masked(data[split][document.bucket], document),
+            "shared": shared.num_ngrams,
+            "words": shared.words,
+            "uses": uses.get((document.name, shared.item), []) if split == "train" else [],
+        }
+        documents.setdefault(shared.item, []).append(of_document)
+    return benchmark.results(documents, opened.run.num_steps)
+
+
+def show_items(opened: Opened, args: argparse.Namespace) -> int:
+    """Print which items of a benchmark the run has trained on, and store it in the run."""
+    tasks = seen.read_core(args.eval_bundle) if args.core else [*map(seen.read_texts, args.texts)]
+    results = find_items(opened, seen.Benchmark(tasks, n=args.ngram))
+    num_steps = opened.run.num_steps
+    counts = [seen.count(label, result, num_steps) for label, result in results.items()]
+    if args.json:
+        for label, result in results.items():
+            for item in result["found"]:
+                print(json.dumps(finite({"task": label, **item}), allow_nan=False))
+        for of_task in counts:
+            print(json.dumps(of_task._asdict()))
+    else:
+        print_items(results)
+        print(*table(seen.HEADER, [of_task.cells for of_task in counts]), SEEN_LEGEND, sep="\n")
+    path = seen.store(opened.run.run_dir, results)
+    log.info("result: %s; scripts.report and the model card show it", path)
+    return 0
+
+
+def print_items(results: Mapping[str, seen.TaskResult]) -> None:
+    """Print a table of the first items that were found, those that were seen first."""
+    rows = []
+    for label, result in results.items():
+        for item in result["found"]:
+            uses = seen.uses_of(item)
+            before, after = seen.losses_of(item)
+            best = max(item["documents"], key=lambda document: document["shared"])
+            steps = ", ".join(str(step) for step in sorted({use["step"] for use in uses})[:WORST])
+            name = visible(best["document"])
+            cells = [visible(label), item["line"], name, best["shared"], item["ngrams"]]
+            rows.append([*cells, steps or "-", before, after])
+    rows.sort(key=lambda row: row[5] == "-")
+    columns = ["task", "line", "document", "shared", "of", "steps", "loss before", "loss after"]
+    if rows:
+        print(*table(columns, rows[:DOCUMENTS]), sep="\n")
+    if len(rows) > DOCUMENTS:
+        print(f"{DOCUMENTS} of {len(rows):,} items; --json shows all")
+
+
 # ---- the command line ---------------------------------------------------------------------------
 
 
@@ -886,6 +1048,26 @@ def add_find_flags(parser: Parser) -> None:
     named.add_argument(
         "--text",
         help=f"find up to {DOCUMENTS} documents that contain this text, those trained on first",
+    )
+    named.add_argument(
+        "--texts",
+        action="append",
+        metavar="FILE[:FIELD]",
+        help="find all documents that share n-grams of words with the items of a benchmark, a jsonl file "
+        f"(default FIELD: {seen.TEXT_FIELD}); may be repeated",
+    )
+    named.add_argument("--core", action="store_true", help="the same for the tasks of CORE")
+    parser.add_argument(
+        "--ngram",
+        type=whole(1),
+        default=seen.NGRAM,
+        metavar="N",
+        help="with --texts and --core: words of an n-gram",
+    )
+    parser.add_argument(
+        "--eval-bundle",
+        metavar="DIR",
+        help="with --core: folder of CORE's tasks (default: <base dir>/eval_bundle)",
     )
 
 

@@ -573,46 +573,54 @@ class Traced(NamedTuple):
         return any(one_pass.uses for one_pass in self.passes)
 
 
-Passes = Callable[[DocumentPlace], Iterator[Pass]]
-
-
-def tracer(opened: Opened) -> Passes:
-    """The function that follows a training document through the run, epoch by epoch."""
+def history_of(opened: Opened) -> History:
+    """What fixes the rows of a run with --order=lanes."""
     run = opened.run
-    config = opened.config
-    data = opened.data
-    fingerprint = data.tokenizer.fingerprint
-    trained = run.num_steps
     first = opened.first_step
 
     @lru_cache(32)
     def nearest(step: int) -> tuple[int, list[Cursor] | None]:
         return run.nearest_cursors(max(step, first)) or (first, None)
 
+    return History(
+        opened.config,
+        opened.data.train,
+        opened.data.tokenizer.fingerprint,
+        opened.rows_per_lane,
+        sorted({first, *run.cursor_files}),
+        nearest,
+        run.num_steps,
+        max(run.num_steps, run.horizon or 0),
+    )
+
+
+def tracer(opened: Opened) -> Callable[[DocumentPlace], Iterator[Pass]]:
+    """The function that follows a training document through the run, epoch by epoch."""
+    config = opened.config
     if isinstance(config, StreamConfig):
-        saved_steps = sorted({first, *run.cursor_files})
-        end = max(trained, run.horizon or 0)
-        history = History(
-            config,
-            data.train,
-            fingerprint,
-            opened.rows_per_lane,
-            saved_steps,
-            nearest,
-            trained,
-            end,
-        )
-        return history.passes
-    stream: Any = open_stream(config, data.train, [0], tokenizer=fingerprint)
-    _, cursors = nearest(first)
+        return history_of(opened).passes
+    run = opened.run
+    fingerprint = opened.data.tokenizer.fingerprint
+    stream: Any = open_stream(config, opened.data.train, [0], tokenizer=fingerprint)
+    _, cursors = run.nearest_cursors(opened.first_step) or (0, None)
     return partial(
         sample_passes,
         stream,
         rows_per_step=opened.rows_per_step,
-        first_step=first,
+        first_step=opened.first_step,
         begin=cursors[0]["samples"] if cursors else 0,
-        trained=trained,
+        trained=run.num_steps,
     )
+
+
+def uses_of(
+    opened: Opened, documents: Sequence[DocumentPlace]
+) -> Mapping[DocumentPlace, Sequence[Use]]:
+    """The uses of training documents in the completed steps of a run."""
+    if isinstance(opened.config, StreamConfig):
+        return history_of(opened).uses_of(documents)
+    passes_of = tracer(opened)
+    return {place: [use for of in passes_of(place) for use in of.uses] for place in documents}
 
 
 def fate(opened: Opened, one_pass: Pass) -> str:
@@ -876,29 +884,18 @@ def lineage(opened: Opened) -> Iterator[tuple[Opened, int]]:
         opened = open_stream_of(run.parent_dir)
 
 
-class LearnedPart(NamedTuple):
-    """A row with a part of a document, and the text of that part."""
-
-    use: Use
-    text: str
-
-
-def learned_parts(opened: Opened, name: str, passes_of: Passes, end: int) -> list[LearnedPart]:
-    """The parts of a training document FILE:DOC that a run learned from before step `end`. None if
-    the run does not read it, or if its targets are masked."""
-    try:
-        _, document = find_document({"train": opened.data.train}, name)
-    except ValueError:  # its file joined in a later fork
-        return []
-    source = opened.data.train[document.bucket]
-    if is_masked(source, document):
-        return []
-    uses = [use for one_pass in passes_of(document) for use in one_pass.uses if use.step < end]
-    if not uses:
-        return []
-    ids = content_of(opened, source, document).ids
-    decode = opened.data.tokenizer.decode
-    return [LearnedPart(use, decode(ids[use.start : use.stop].tolist())) for use in uses]
+def learned_documents(opened: Opened, names: Sequence[str]) -> list[DocumentPlace]:
+    """Those of some training documents FILE:DOC that a run reads and whose targets are not
+    masked."""
+    documents = []
+    for name in names:
+        try:
+            _, document = find_document({"train": opened.data.train}, name)
+        except ValueError:  # its file joined in a later fork
+            continue
+        if not is_masked(opened.data.train[document.bucket], document):
+            documents.append(document)
+    return documents
 
 
 def is_masked(source: Source, document: DocumentPlace) -> bool:
@@ -914,12 +911,17 @@ def item_uses(
     documents, over the run and its ancestors."""
     found: dict[tuple[str, int], list[seen.ItemUse]] = {}
     for of_run, end in lineage(opened):
-        passes_of = tracer(of_run)
         losses_of = lru_cache(64)(partial(recorded_losses, of_run.run))
-        for name in tqdm(names, desc=f"tracing in {of_run.run.name}", unit="doc", disable=None):
-            parts = learned_parts(of_run, name, passes_of, end)
-            for shared in benchmark.index.find([part.text for part in parts]):
-                use = parts[shared.text].use
+        decode = of_run.data.tokenizer.decode
+        documents = learned_documents(of_run, names)
+        for document, all_uses in uses_of(of_run, documents).items():
+            uses = [use for use in all_uses if use.step < end]
+            if not uses:
+                continue
+            ids = content_of(of_run, of_run.data.train[document.bucket], document).ids
+            parts = [decode(ids[use.start : use.stop].tolist()) for use in uses]
+            for shared in benchmark.index.find(parts):
+                use = uses[shared.text]
                 losses = losses_of(use.step)
                 item_use: seen.ItemUse = {
                     "step": use.step,
@@ -927,7 +929,7 @@ def item_uses(
                     "row": use.row,
                     "loss": losses[use.row] if losses else None,
                 }
-                found.setdefault((name, shared.item), []).append(item_use)
+                found.setdefault((document.name, shared.item), []).append(item_use)
     return found
 
 

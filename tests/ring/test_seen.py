@@ -93,7 +93,9 @@ def test_documents_name_the_texts_that_share_words_with_an_item(checked, finishe
     for item in lines[:-1]:
         for document in item["documents"]:
             name, _, number = document["document"].rpartition(":")
-            shared = ngrams_of(column(finished, name)[int(number)]) & ngrams_of(items[item["line"] - 1])
+            shared = ngrams_of(column(finished, name)[int(number)]) & ngrams_of(
+                items[item["line"] - 1]
+            )
             assert tuple(document["words"].split()) in shared
             splits.add(document["split"])
             unseen += document["split"] == "train" and not document["uses"]
@@ -117,9 +119,11 @@ def test_the_table_counts_items_in_the_data_and_seen(checked):
 
 def test_the_loss_of_a_row_is_its_logged_one(checked):
     run_dir, _, lines = checked
-    uses = [use for item in lines[:-1] for document in item["documents"] for use in document["uses"]]
-    rows = {row["row"]: row for row in json_lines("rows", "run", "--step=3", "--sort=loss")}
-    of_step = [use for use in uses if use["step"] == 3]
+    uses = [
+        use for item in lines[:-1] for document in item["documents"] for use in document["uses"]
+    ]
+    rows = {row["row"]: row for row in json_lines("rows", "run", "--step=2", "--sort=loss")}
+    of_step = [use for use in uses if use["step"] == 2]
     assert of_step
     for use in of_step:
         assert use["loss"] == rows[use["row"]]["loss"]
@@ -130,7 +134,16 @@ def test_the_table_is_readable(checked, tmp_path):
     _, items, _ = checked
     file = write_items(tmp_path / "items.jsonl", items)
     out = run("find", "run", f"--texts={file}", f"--ngram={N}")
-    assert out.split()[:8] == ["task", "line", "document", "shared", "of", "steps", "loss", "before"]
+    assert out.split()[:8] == [
+        "task",
+        "line",
+        "document",
+        "shared",
+        "of",
+        "steps",
+        "loss",
+        "before",
+    ]
     assert "in the data" in out and f"{len(items)}" in out
     assert set(seen.read_results(training.run_dir())) == {"items.jsonl", "items.jsonl:question"}
 

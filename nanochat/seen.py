@@ -19,7 +19,15 @@ from typing import NamedTuple, TypedDict
 
 from tqdm import tqdm
 
-from nanochat.common import counted, hash_file, hash_json, parse_json, read_json, write_json
+from nanochat.common import (
+    counted,
+    hash_file,
+    hash_json,
+    parse_json,
+    read_json,
+    write_bytes,
+    write_json,
+)
 from nanochat.core_eval import read_bundle
 from nanochat.find import DocumentPlace, groups_of
 from nanochat.ngrams import BATCH_CHARS, SHORTEST, Index, Shared
@@ -28,7 +36,8 @@ from nanochat.text import TEXT_FIELD
 
 NGRAM = 13  # words, by default
 RESULT_NAME = "contamination.json"  # in the run directory
-HEADER = ("task", "items", "not looked for", "in the data", "seen", "share")
+TRAIN = "train"  # the split
+HEADER = ("task", "n", "items", "not looked for", "in the data", "seen", "share")
 
 
 # ---- items ---------------------------------------------------------------------------------------
@@ -90,6 +99,11 @@ def _field_of(record: Mapping[str, object], field: str, path: Path, line: int) -
     return value
 
 
+def read_tasks(named: str) -> list[Task]:
+    """The task in a texts file, see `read_texts`; or those in an eval_bundle folder."""
+    return read_core(named) if Path(named).is_dir() else [read_texts(named)]
+
+
 def read_core(folder: Path | str | None) -> list[Task]:
     """The tasks of CORE in an eval_bundle folder. Raises the errors of `core_eval.read_bundle`."""
     tasks = []
@@ -131,6 +145,12 @@ def search(data: Mapping[str, Mapping[str, Source]], index: Index) -> Iterator[H
                 number = first + in_group
                 place = DocumentPlace(bucket, f"{file}:{number}", number, group, in_group)
                 yield Hit(split, place, shared)
+
+
+def is_masked(source: Source, document: DocumentPlace) -> bool:
+    """Whether --without-documents lists a document, so that the model learns nothing from it."""
+    listed = source.without.get(document.group)
+    return listed is not None and bool(listed[document.row])
 
 
 def _batches(texts: Iterator[str]) -> Iterator[tuple[int, list[str]]]:
@@ -225,9 +245,9 @@ class Benchmark:
 
     def __init__(self, tasks: Sequence[Task], *, n: int) -> None:
         self.tasks = tasks
-        self.items = [item for task in tasks for item in task.items]
-        self.task_of = [number for number, task in enumerate(tasks) for _ in task.items]
-        self.index = Index([item.text for item in self.items], self.task_of, n=n)
+        texts = [item.text for task in tasks for item in task.items]
+        task_of = [number for number, task in enumerate(tasks) for _ in task.items]
+        self.index = Index(texts, task_of, n=n)
         if not self.index.sizes.any():
             raise ValueError(
                 f"{tasks[0].label}: no item has {min(n, SHORTEST)} words or more of its own, so none "
@@ -235,31 +255,48 @@ class Benchmark:
             )
 
     def results(
-        self, documents: Mapping[int, list[FoundDocument]], steps: int
+        self,
+        data: Mapping[str, Mapping[str, Source]],
+        hits: Sequence[Hit],
+        uses: Mapping[tuple[str, int], list[ItemUse]],
+        steps: int,
     ) -> dict[str, TaskResult]:
-        """{task: its result} after `steps` steps of a run, from {number of an item: its
-        documents}."""
+        """{task: its result} after `steps` steps of a run, from what was found in its data.
+
+        uses: {(training document, number of an item): rows that the model learned the item from}.
+        """
+        documents: dict[int, list[FoundDocument]] = {}  # by item
+        for split, place, shared in hits:
+            found: FoundDocument = {
+                "document": place.name,
+                "bucket": place.bucket,
+                "split": split,
+                "without": is_masked(data[split][place.bucket], place),
+                "shared": shared.num_ngrams,
+                "words": shared.words,
+                "uses": uses.get((place.name, shared.item), []) if split == TRAIN else [],
+            }
+            documents.setdefault(shared.item, []).append(found)
+
         results: dict[str, TaskResult] = {}
+        number = 0
         for task in self.tasks:
+            found_items: list[FoundItem] = []
+            sizes = self.index.sizes[number : number + len(task.items)]
+            for item, num_ngrams in zip(task.items, sizes.tolist()):
+                if number in documents:
+                    found_items.append(
+                        {"line": item.line, "ngrams": num_ngrams, "documents": documents[number]}
+                    )
+                number += 1
             results[task.label] = {
                 "hash": task.hash,
                 "ngram": self.index.n,
                 "steps": steps,
                 "items": len(task.items),
-                "not_looked_for": 0,
-                "found": [],
+                "not_looked_for": int((sizes == 0).sum()),
+                "found": found_items,
             }
-        for number, item in enumerate(self.items):
-            result = results[self.tasks[self.task_of[number]].label]
-            num_ngrams = int(self.index.sizes[number])
-            result["not_looked_for"] += num_ngrams == 0
-            if number in documents:
-                found: FoundItem = {
-                    "line": item.line,
-                    "ngrams": num_ngrams,
-                    "documents": documents[number],
-                }
-                result["found"].append(found)
         return results
 
 
@@ -267,6 +304,7 @@ class Counts(NamedTuple):
     """A line of the table of tasks."""
 
     task: str
+    ngram: int
     items: int
     not_looked_for: int
     in_data: int
@@ -283,9 +321,11 @@ def count(label: str, result: TaskResult, step: int) -> Counts:
     in_data = 0
     seen = 0
     for item in result["found"]:
-        in_data += any(document["split"] == "train" for document in item["documents"])
+        in_data += any(document["split"] == TRAIN for document in item["documents"])
         seen += any(use["step"] < step for use in uses_of(item))
-    return Counts(label, result["items"], result["not_looked_for"], in_data, seen)
+    num_items = result["items"]
+    skipped = result["not_looked_for"]
+    return Counts(label, result["ngram"], num_items, skipped, in_data, seen)
 
 
 def store(run_dir: Path, results: Mapping[str, TaskResult]) -> Path:
@@ -307,15 +347,29 @@ def read_results(run_dir: Path) -> dict[str, TaskResult]:
     return read_json(path, {"tasks": dict.fromkeys(tasks, RESULT)})["tasks"]
 
 
-def describe(results: Mapping[str, TaskResult], step: int) -> str:
-    """A sentence about how the items of a run's results were looked for, for its first `step` steps."""
-    sizes = sorted({result["ngram"] for result in results.values()})
+def describe(results: Mapping[str, TaskResult], step: int) -> list[str]:
+    """Sentences that explain the table of a run's results for its first `step` steps."""
+    sentences = [
+        "An item is in the data if a training document shares n consecutive words with it (of a shorter "
+        "item, all words), and seen if the model learned from such words."
+    ]
     searched = min(result["steps"] for result in results.values())
-    lengths = " or ".join(str(size) for size in sizes)
-    until = ""
     if searched < step:
-        until = f" Only the first {counted(searched, 'step')} were checked."
-    return (
-        f"Items that share {lengths} consecutive words with a training document, and those of which the "
-        f"model learned such words before step {step:,}.{until}"
-    )
+        sentences.append(f"Only the first {counted(searched, 'step')} were searched.")
+    return sentences
+
+
+def write_list(path: Path, hits: Sequence[Hit], others: str) -> int:
+    """Write the training documents that share n-grams with items as a list for
+    --without-documents, and return their number. `others`: the text of another list, which the new
+    one includes. ValueError if the file exists and differs."""
+    names = dict.fromkeys(hit.document.name for hit in hits if hit.split == TRAIN)
+    lines = [*others.splitlines(), *names]
+    content = "".join(f"{line}\n" for line in lines).encode()
+    if path.exists() and path.read_bytes() != content:
+        raise ValueError(
+            f"{path}: the file exists and is another list, which a run may need to resume; name a new "
+            f"file with --list=FILE"
+        )
+    write_bytes(path, content)
+    return len(names)

@@ -82,7 +82,8 @@ to before stop are in the row; loss: the row's mean; numbers count from 0"""
 SEEN_LEGEND = """\
 shared, of: how many of the item's n-grams are in the document, and how many it has; loss before: of the row, at the
 first step that trained on the item; loss after: at the last later one; steps: those whose rows share its n-grams
-in the data: items in training documents; seen: items that the model learned from; numbers count from 0, lines from 1"""
+n: words of an n-gram; in the data: items that share one with a training document; seen: items that the model learned
+one of; numbers count from 0, lines from 1"""
 JUDGED = ("loss", "grad_norm")  # the numbers of a step in which spikes are looked for
 WORDS = 60  # characters shown from the beginning of a document
 
@@ -792,7 +793,7 @@ def show_find(opened: Opened, args: argparse.Namespace) -> int:
     for traced in named_documents(opened, args):
         split, document, _ = traced
         source = (opened.data.train if split == "train" else opened.data.val)[document.bucket]
-        left_out = is_masked(source, document)
+        left_out = seen.is_masked(source, document)
         ids, words, origin = content_of(opened, source, document)
         passes = passes_of(opened, traced, ids, losses_of, args.text)
         if args.json:
@@ -893,15 +894,9 @@ def learned_documents(opened: Opened, names: Sequence[str]) -> list[DocumentPlac
             _, document = find_document({"train": opened.data.train}, name)
         except ValueError:  # its file joined in a later fork
             continue
-        if not is_masked(opened.data.train[document.bucket], document):
+        if not seen.is_masked(opened.data.train[document.bucket], document):
             documents.append(document)
     return documents
-
-
-def is_masked(source: Source, document: DocumentPlace) -> bool:
-    """Whether --without-documents lists a document."""
-    listed = source.without.get(document.group)
-    return listed is not None and bool(listed[document.row])
 
 
 def item_uses(
@@ -937,21 +932,9 @@ def find_items(opened: Opened, benchmark: seen.Benchmark) -> dict[str, seen.Task
     """{task: which of its items are in the data, and which the run trained on}."""
     data = {"train": opened.data.train, "validation": opened.data.val}
     hits = list(seen.search(data, benchmark.index))
-    names = {hit.document.name: None for hit in hits if hit.split == "train"}
+    names = dict.fromkeys(hit.document.name for hit in hits if hit.split == seen.TRAIN)
     uses = item_uses(opened, benchmark, [*names])
-    documents: dict[int, list[seen.FoundDocument]] = {}  # by item
-    for split, document, shared in hits:
-        of_document: seen.FoundDocument = {
-            "document": document.name,
-            "bucket": document.bucket,
-            "split": split,
-            "without": is_masked(data[split][document.bucket], document),
-            "shared": shared.num_ngrams,
-            "words": shared.words,
-            "uses": uses.get((document.name, shared.item), []) if split == "train" else [],
-        }
-        documents.setdefault(shared.item, []).append(of_document)
-    return benchmark.results(documents, opened.run.num_steps)
+    return benchmark.results(data, hits, uses, opened.run.num_steps)
 
 
 def show_items(opened: Opened, args: argparse.Namespace) -> int:

@@ -9,8 +9,10 @@ import pytest
 
 from dev.make_eval_bundle import make_eval_bundle
 from nanochat import seen
+from nanochat.checkpoint import find_checkpoint
 from nanochat.ngrams import words_of
-from scripts import inspect_data
+from nanochat.run_reader import RunReader
+from scripts import export, inspect_data, report, validate
 from tests import training
 from tests.finished import STEPS, command
 
@@ -109,6 +111,7 @@ def test_the_table_counts_items_in_the_data_and_seen(checked):
     in_data = [i for i in found if any(d["split"] == "train" for d in i["documents"])]
     assert total == {
         "task": "items.jsonl:question",
+        "ngram": N,
         "items": len(items),
         "not_looked_for": 1,
         "in_data": len(in_data),
@@ -214,3 +217,64 @@ def test_an_unknown_run_gets_one_sentence(checked, tmp_path):
     file = write_items(tmp_path / "items.jsonl", ["x"])
     outcome = command(inspect_data.main, "find", "nosuch", f"--texts={file}")
     assert outcome.code == 1 and "nosuch" in outcome.err and outcome.err.count("\n") == 1
+
+
+def test_validate_lists_the_training_documents_that_find_finds(checked, tmp_path):
+    _, items, lines = checked
+    file = write_items(tmp_path / "items.jsonl", items)
+    wanted = {
+        document["document"]
+        for item in lines[:-1]
+        for document in item["documents"]
+        if document["split"] == "train"
+    }
+    flags = [*training.flags(model_tag="new"), f"--decontaminate={file}", f"--ngram={N}"]
+    listed = tmp_path / "without.txt"
+    outcome = command(validate.main, *flags, f"--list={listed}")
+    assert outcome.code == 0, outcome.err
+    assert f"{len(wanted)} training documents listed in {listed}" in outcome.out
+    assert set(listed.read_text().split()) == wanted
+    assert f"items.jsonl {N} {len(items)} 1 {lines[-1]['in_data']}" in " ".join(outcome.out.split())
+
+
+def test_validate_adds_to_an_existing_list_and_overwrites_none(checked, tmp_path):
+    _, items, _ = checked
+    file = write_items(tmp_path / "items.jsonl", items[:4])
+    old = tmp_path / "old.txt"
+    old.write_text("# mine\nshard_1.parquet:0\n")
+    flags = [*training.flags(model_tag="new"), f"--decontaminate={file}", f"--ngram={N}"]
+    new = tmp_path / "new.txt"
+    outcome = command(validate.main, *flags, f"--without-documents={old}", f"--list={new}")
+    assert outcome.code == 0 and new.read_text().startswith(old.read_text())
+    outcome = command(validate.main, *flags, f"--list={old}")
+    assert outcome.code == 1 and "name a new file with --list=FILE" in outcome.err
+    assert old.read_text() == "# mine\nshard_1.parquet:0\n"
+
+
+def test_the_report_names_the_items_that_were_seen(checked):
+    _, _, lines = checked
+    total = lines[-1]
+    assert command(report.main, "run").code == 0
+    text = (training.run_dir() / "report.md").read_text()
+    share = f"{100 * total['seen'] / total['items']:.1f} %"
+    cells = [total[name] for name in ("ngram", "items", "not_looked_for", "in_data", "seen")]
+    row = " | ".join(map(str, [total["task"], *cells, share]))
+    assert row in text and "consecutive words" in text
+
+
+def test_a_model_card_counts_what_was_seen_before_its_step(checked):
+    run_dir, _, lines = checked
+    checkpoint = find_checkpoint("run@4")
+    card = export.model_card(checkpoint, RunReader(run_dir), 1).decode()
+    steps = [
+        min((use["step"] for d in item["documents"] for use in d["uses"]), default=STEPS)
+        for item in lines[:-1]
+    ]
+    early = sum(step < 4 for step in steps)
+    assert 0 < early < lines[-1]["seen"], "the case"
+    assert f" {early} | " in card and str(run_dir) not in card
+
+
+def test_a_run_that_was_not_searched_says_so_in_its_report(copied):
+    assert command(report.main, "run").code == 0
+    assert "Not searched" in (training.run_dir() / "report.md").read_text()

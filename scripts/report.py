@@ -283,10 +283,11 @@ def contamination_part(run: RunReader) -> list[str]:
     """Which items of benchmarks the run has seen, if that was searched."""
     results = seen.read_results(run.run_dir)
     if not results:
-        return [
+        sentence = (
             f"Not searched: `python -m scripts.inspect_data find {run.name} --core` finds the items of CORE "
             f"that the run has seen, and `--texts=FILE` those of another benchmark."
-        ]
+        )
+        return [escape_html(sentence)]
     return contamination_table(results, run.num_steps)
 
 

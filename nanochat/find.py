@@ -226,6 +226,8 @@ class History:
         is packed again, once for all documents.
         """
         uses: dict[DocumentPlace, list[Use]] = {document: [] for document in documents}
+        if not documents:
+            return uses
         wanted = {(place.bucket, place.group, place.row): place for place in documents}
         reads = self._reads(documents)
         begins = sorted({self.nearest_cursors(step)[0] for step in self.saves})

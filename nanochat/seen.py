@@ -31,6 +31,7 @@ from nanochat.common import (
 from nanochat.core_eval import read_bundle
 from nanochat.find import DocumentPlace, groups_of
 from nanochat.ngrams import BATCH_CHARS, SHORTEST, Index, Shared
+from nanochat.run_dir import finite
 from nanochat.sources import Source
 from nanochat.text import TEXT_FIELD
 
@@ -245,6 +246,12 @@ class Benchmark:
 
     def __init__(self, tasks: Sequence[Task], *, n: int) -> None:
         self.tasks = tasks
+        labels = [task.label for task in tasks]
+        for label in labels:
+            if labels.count(label) > 1:
+                raise ValueError(
+                    f"{label}: two tasks have this name, which the result is stored under; rename one"
+                )
         texts = [item.text for task in tasks for item in task.items]
         task_of = [number for number, task in enumerate(tasks) for _ in task.items]
         self.index = Index(texts, task_of, n=n)
@@ -333,7 +340,7 @@ def store(run_dir: Path, results: Mapping[str, TaskResult]) -> Path:
     stay."""
     path = run_dir / RESULT_NAME
     merged = {**read_results(run_dir), **results}
-    write_json(path, {"format_version": 1, "tasks": merged})
+    write_json(path, finite({"format_version": 1, "tasks": merged}))
     return path
 
 

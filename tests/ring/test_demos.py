@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 
 from dev import demo_contamination, demo_exactness, demo_kills
-from nanochat import ngrams
 from nanochat.common import get_base_dir
 from scripts import repeat
 
@@ -69,8 +68,3 @@ def test_planted_items_are_found_and_no_others(capsys):
     printed = " ".join(capsys.readouterr().out.split())
     assert "exactly 100 100 0" in printed and "not at all 100 0 100" in printed
     assert "word replaced 100 0 100" in printed and "wrong documents: 0" in printed
-
-
-def test_the_demonstration_fails_if_an_item_is_missed(monkeypatch):
-    monkeypatch.setattr(ngrams, "fold", lambda text: text)
-    assert demo_contamination.main(["--megabytes=0.1"]) == 1

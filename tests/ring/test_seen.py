@@ -3,6 +3,8 @@ words of every row of a small run."""
 
 import functools
 import json
+import shutil
+from unittest import mock
 
 import pyarrow.parquet as pq
 import pytest
@@ -183,6 +185,21 @@ def test_masked_documents_are_in_the_data_but_not_seen(checked, copied):
     after = of_document()
     assert before["uses"] and not before["without"]
     assert after["without"] and not after["uses"]
+
+
+def test_a_fork_has_seen_what_its_parent_had_before(checked, copied, caplog):
+    _, items, lines = checked
+    file = write_items(copied / "items.jsonl", items, "question")
+    words = {"fork_from": "run@4", "model_tag": "child"}
+    with mock.patch.object(training, "flags", lambda **named: training.as_flags(named)):
+        training.succeed(**words)
+    flags = [f"--texts={file}:question", f"--ngram={N}"]
+    assert json_lines("find", "child", *flags) == lines, "a fork that changes nothing"
+    shutil.rmtree(training.run_dir("run"))
+    orphan = json_lines("find", "child", *flags)
+    uses = [use for item in orphan[:-1] for d in item["documents"] for use in d["uses"]]
+    assert uses and min(use["step"] for use in uses) >= 4
+    assert "is a fork of run@4, which no longer exists" in caplog.text
 
 
 def test_the_tasks_of_core_are_read_from_a_bundle(checked, tmp_path):

@@ -1,5 +1,5 @@
-"""Items of a benchmark are planted in a corpus, a small run trains on half of it, and is asked which
-items it has seen.
+"""Items of a benchmark are planted in a corpus, a small run trains on a part of it, and is asked
+which items it has seen.
 
     python -m dev.demo_contamination --megabytes=20
 
@@ -22,6 +22,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
 import yaml
 
 from dev.measure import print_setup
@@ -149,8 +150,8 @@ def write_corpus(
 
 
 def train(tag: str, num_bytes: int, **more: Any) -> None:
-    """Train a run on half of the data."""
-    steps = int(num_bytes / BYTES_PER_TOKEN / 2 / RUN["total_batch_size"])
+    """Train a run on a part of the data."""
+    steps = int(num_bytes / BYTES_PER_TOKEN / 3 / RUN["total_batch_size"])
     given = {**RUN, "model_tag": tag, "num_iterations": steps, "save_every": max(1, steps // 4)}
     with contextlib.redirect_stdout(io.StringIO()):
         base_train.main(training.flags(**{**given, **more}))
@@ -221,7 +222,9 @@ def report(
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the demonstration; 1 if a result is not the expected one."""
     parser = Parser(description=__doc__)
-    parser.add_argument("--megabytes", type=float, default=20.0, help="size of the corpus")
+    parser.add_argument(
+        "--megabytes", type=float, default=20.0, help="about the size of the corpus"
+    )
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(argv)
     print_setup()
@@ -237,6 +240,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         items = [(task.label, item) for task in seen.read_core(bundle) for item in task.items]
         text = base / "text"
         ways, document_of = write_corpus(text, items, int(args.megabytes * 1e6), rng)
+        tables = [pq.read_table(file) for file in sorted(text.iterdir())]
+        actual = sum(content.nbytes for content in tables)
+        print(f"{sum(map(len, tables)):,} documents, {actual / 1e6:.1f} MB of text")
         num_bytes = int(args.megabytes * 1e6)
         train("first", num_bytes, data_path=text)
 

@@ -154,16 +154,17 @@ def _pieces(texts: Sequence[str], n: int) -> Iterator[Piece]:
     """The texts, folded. Long ones are cut between words; a piece also has the next n words, so
     that each n-gram is in a piece."""
     for number, text in enumerate(texts):
-        rest = fold(text)
-        while len(rest) > BATCH_CHARS:
-            cut = GAP.search(rest, BATCH_CHARS)
+        folded = fold(text)
+        at = 0
+        while len(folded) - at > BATCH_CHARS:
+            cut = GAP.search(folded, at + BATCH_CHARS)
             if cut is None:
                 break
-            next_words = [*islice(WORD.finditer(rest, cut.start()), n)]
-            end = next_words[-1].end() if next_words else len(rest)
-            yield Piece(number, rest[:end])
-            rest = rest[cut.start() :]
-        yield Piece(number, rest)
+            next_words = [*islice(WORD.finditer(folded, cut.start()), n)]
+            end = next_words[-1].end() if next_words else len(folded)
+            yield Piece(number, folded[at:end])
+            at = cut.start()
+        yield Piece(number, folded[at:])
 
 
 def _batches(texts: Sequence[str], n: int) -> Iterator[list[Piece]]:

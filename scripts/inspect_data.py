@@ -907,10 +907,11 @@ def item_uses(
     found: dict[tuple[str, int], list[seen.ItemUse]] = {}
     for of_run, end in lineage(opened):
         losses_of = lru_cache(64)(partial(recorded_losses, of_run.run))
+        skipped = {event["step"] for event in of_run.run.named("skipped")}  # not applied
         decode = of_run.data.tokenizer.decode
         documents = learned_documents(of_run, names)
         for document, all_uses in uses_of(of_run, documents).items():
-            uses = [use for use in all_uses if use.step < end]
+            uses = [use for use in all_uses if use.step < end and use.step not in skipped]
             if not uses:
                 continue
             ids = content_of(of_run, of_run.data.train[document.bucket], document).ids

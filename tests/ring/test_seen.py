@@ -4,6 +4,7 @@ words of every row of a small run."""
 import functools
 import json
 import shutil
+from contextlib import closing
 from unittest import mock
 
 import pyarrow.parquet as pq
@@ -13,6 +14,7 @@ from dev.make_eval_bundle import make_eval_bundle
 from nanochat import seen
 from nanochat.checkpoint import find_checkpoint
 from nanochat.ngrams import words_of
+from nanochat.run_dir import TrainLog
 from nanochat.run_reader import RunReader
 from scripts import export, inspect_data, report, validate
 from tests import training
@@ -185,6 +187,18 @@ def test_masked_documents_are_in_the_data_but_not_seen(checked, copied):
     after = of_document()
     assert before["uses"] and not before["without"]
     assert after["without"] and not after["uses"]
+
+
+def test_a_step_that_was_not_applied_taught_nothing(checked, copied):
+    _, items, lines = checked
+    file = write_items(copied / "items.jsonl", items, "question")
+    uses = [use for item in lines[:-1] for d in item["documents"] for use in d["uses"]]
+    step = uses[0]["step"]
+    with closing(TrainLog(training.log_file())) as log:
+        log.write(event="skipped", step=step)
+    after = json_lines("find", "run", f"--texts={file}:question", f"--ngram={N}")
+    left = [use for item in after[:-1] for d in item["documents"] for use in d["uses"]]
+    assert left == [use for use in uses if use["step"] != step]
 
 
 def test_a_fork_has_seen_what_its_parent_had_before(checked, copied, caplog):

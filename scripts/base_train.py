@@ -67,6 +67,8 @@ from nanochat.steps import Outcome, Progress, StepReport, StepTotals
 from nanochat.tokenizer import Tokenizer
 from nanochat.trainer import Training, make_model, new_row_table, take_step
 
+NOTICEABLE = 0.01  # a wait for data of this share of the step is printed
+
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse command-line flags, by default those of this process."""
@@ -235,6 +237,10 @@ def loop(run: Run, training: Training, guard: Guard, journal: Journal, saves: Sa
     is_final_saved = False
     try:
         print0("start: packing the first step")
+        print0(
+            "start: lines of steps show the smoothed loss, the learning rates (x1: their peaks),"
+        )
+        print0("  the gradient's norm, time, speed, and the wait for data if it is noticeable")
         training.check_next_step(run)
         guard.stop_if_asked()  # during the set-up
         while True:
@@ -495,15 +501,17 @@ def log_step(
     }
     record |= losses_of_buckets(loader.buckets, totals) | memory_in_use(loader.device)
     line = [
-        f"loss {smooth:.6f} (smoothed)",
+        f"loss {smooth:.5f}",
         f"lr x{lr:.3f}",
-        f"grad norm {totals.grad_norm:.4f}",
-        f"{step_s * 1000:.1f} ms",
+        f"norm {totals.grad_norm:.4f}",
+        f"{step_s * 1000:,.0f} ms",
         f"{rate:,.0f} tok/s",
-        *([f"mfu {mfu:.1%}"] if mfu else []),
-        f"data wait {wait_s * 1000:.1f} ms",
-        f"eta {duration(eta_s)}",
     ]
+    if mfu:
+        line.append(f"mfu {mfu:.1%}")
+    if wait_s > NOTICEABLE * step_s:
+        line.append(f"wait {wait_s * 1000:,.0f} ms")
+    line.append(f"{duration(eta_s)} left")
     report = StepReport(
         step=step,
         totals=totals,
@@ -573,6 +581,8 @@ def report_completed(run: Run, progress: Progress, peak: int | None) -> None:
     if peak is not None:
         line += f"; peak memory {peak / 1e9:,.1f} GB"
     print0(f"{line}; {run.run_dir}")
+    name = run.run_dir.name
+    print0(f"next: python -m scripts.sample {name}, python -m scripts.page {name}")
 
 
 if __name__ == "__main__":

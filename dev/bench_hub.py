@@ -44,7 +44,7 @@ from nanochat.tokenizer import RustBPETokenizer
 DATA_SET = "hf://datasets/own/set/data"
 T = 2048
 LANES = 64
-FILES = (10, 1000)
+FILES = (10, 1000, 6543)
 DOCUMENT_BYTES = 1500
 STEPS = 30  # of which the waits are measured, after the first
 STEP_ROWS = 256

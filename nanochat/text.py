@@ -264,7 +264,7 @@ def fetch_footers(paths: Sequence[AnyPath]) -> None:
     """Fetch the footers of remote parquet files, many at once, under a progress bar. They stay on
     this machine if their storage keeps them."""
     remote = [path for path in paths if isinstance(path, Remote) and path.suffix == ".parquet"]
-    footers = each(Remote.footer, remote, at_once=FOOTERS_AT_ONCE)
+    footers = each(lambda path: path.footer(), remote, at_once=FOOTERS_AT_ONCE)
     bar = tqdm(footers, "reading footers", len(remote), unit=" files", delay=1, disable=None)
     for _ in bar:
         pass

@@ -46,8 +46,8 @@ from typing import Any, BinaryIO, Literal, NamedTuple
 from urllib.parse import quote, urljoin, urlsplit
 
 import numpy as np
-import requests
 import urllib3
+from requests import utils
 
 from nanochat.common import (
     Remote,
@@ -153,16 +153,16 @@ _moved: dict[str, tuple[str, float]] = {}  # {address: (where its redirect ended
 def connections_to(origin: str) -> urllib3.PoolManager:
     """The connections of this process to a server, by the proxy that the environment names, if
     any."""
-    proxy = requests.utils.select_proxy(origin, requests.utils.get_environ_proxies(origin))
+    proxy = utils.select_proxy(origin, utils.get_environ_proxies(origin))
     own_authorities = os.environ.get("REQUESTS_CA_BUNDLE") or os.environ.get("CURL_CA_BUNDLE")
     options: dict[str, Any] = {
         "maxsize": CONNECTIONS,
         "cert_reqs": "CERT_REQUIRED",
-        "ca_certs": own_authorities or requests.certs.where(),
+        "ca_certs": own_authorities or utils.DEFAULT_CA_BUNDLE_PATH,
     }
     if not proxy:
         return urllib3.PoolManager(**options)
-    login = ":".join(filter(None, requests.utils.get_auth_from_url(proxy)))
+    login = ":".join(filter(None, utils.get_auth_from_url(proxy)))
     headers = urllib3.util.make_headers(proxy_basic_auth=login or None)
     return urllib3.ProxyManager(proxy, proxy_headers=headers, **options)
 
@@ -271,11 +271,16 @@ def get(
                 f"restart: a run resumes from its last checkpoint"
             )
         _warn_of_wait(path, host, problem, waited_s)
-        end = time.monotonic() + wait_s
-        while (left_s := end - time.monotonic()) > 0:
-            check_stop()
-            time.sleep(min(left_s, 0.1))
+        pause(wait_s)
         pause_s *= 2
+
+
+def pause(seconds: float) -> None:
+    """Wait, unless a stop is requested."""
+    end = time.monotonic() + seconds
+    while (left_s := end - time.monotonic()) > 0:
+        check_stop()
+        time.sleep(min(left_s, 0.1))
 
 
 def _ask_where_it_moved(address: str, headers: Mapping[str, str], key: Key, most: int) -> Answer:
@@ -360,7 +365,7 @@ class Reader:
             except Garbled:
                 if attempt == TRIES - 1:
                     raise
-            time.sleep(PATIENCE.first_pause_s)
+            pause(PATIENCE.first_pause_s)
         raise AssertionError
 
     def _check(self, file: File, begin: int, end: int, answer: Answer) -> bytes:

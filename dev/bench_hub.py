@@ -6,7 +6,7 @@ Measure how long a run waits for data of the Hub: until its first batch, and in 
     start    seconds until the first batch of a new run, from an empty cache and from the one that this leaves: the
              listing, the footers of all files, and what 64 lanes need for 64 rows; 10, 1,000 and 6,543 files
     waits    milliseconds that the loader makes a step of one second wait, in which 256 rows of 2,048 tokens are
-             trained on; with data fetched ahead, and without
+             trained on; from a copy, with data fetched ahead, and without
 
 The server is tests/hub_server.py, in a process of its own, which adds the latency to each request
 and sends the bytes of all connections over one line of this speed (`start`: without a limit). Files
@@ -34,7 +34,7 @@ import pyarrow.parquet as pq
 from dev.measure import in_process, print_setup
 from nanochat import parquet_source
 from nanochat.cli import Parser, run_main
-from nanochat.common import as_path, begin_launch
+from nanochat.common import AnyPath, begin_launch
 from nanochat.dataloader import DataLoader
 from nanochat.order import StreamConfig
 from nanochat.sources import open_data
@@ -42,6 +42,7 @@ from nanochat.splits import pin_files
 from nanochat.tokenizer import RustBPETokenizer
 
 DATA_SET = "hf://datasets/own/set/data"
+HOW = ("from a copy", "fetched ahead", "not ahead")
 T = 2048
 LANES = 64
 FILES = (10, 1000, 6543)
@@ -87,10 +88,12 @@ def server(folder: Path, latency_ms: float, mb_per_s: float) -> Iterator[None]:
         process.stdin.close()
 
 
-def open_loader(tokenizer: RustBPETokenizer, rows_per_step: int) -> DataLoader:
+def open_loader(
+    tokenizer: RustBPETokenizer, rows_per_step: int, path: AnyPath | str = DATA_SET
+) -> DataLoader:
     """The loader of a new run, which is pinned now."""
     begin_launch()
-    manifests = pin_files(as_path(DATA_SET))
+    manifests = pin_files(path)
     data = open_data(manifests, tokenizer)
     return DataLoader(
         StreamConfig(T=T, V=LANES),
@@ -124,10 +127,10 @@ def bench_start(args: argparse.Namespace, tokenizer: RustBPETokenizer, base: Pat
     return result
 
 
-def step_waits_ms(tokenizer: RustBPETokenizer) -> list[float]:
+def step_waits_ms(tokenizer: RustBPETokenizer, path: AnyPath | str) -> list[float]:
     """Milliseconds that each step after the first waits for its batches."""
     waits = []
-    with contextlib.closing(open_loader(tokenizer, STEP_ROWS)) as loader:
+    with contextlib.closing(open_loader(tokenizer, STEP_ROWS, path)) as loader:
         for step in range(STEPS + 1):
             before = loader.wait_s
             began = time.perf_counter()
@@ -145,13 +148,15 @@ def bench_waits(args: argparse.Namespace, tokenizer: RustBPETokenizer, base: Pat
     folder = base / "files"
     write_files(folder, 40, groups=40, group_documents=64)
     result = {}
-    for name, ahead in {"fetched ahead": parquet_source.GROUPS_AHEAD, "not ahead": 0}.items():
+    for name in HOW:
+        path = folder if name == "from a copy" else DATA_SET
+        ahead = 0 if name == "not ahead" else parquet_source.GROUPS_AHEAD
         with (
             server(folder, args.latency_ms, args.mb_per_s),
             mock.patch.object(parquet_source, "GROUPS_AHEAD", ahead),
         ):
-            waits = step_waits_ms(tokenizer)
-        shutil.rmtree(base / "data_cache")
+            waits = step_waits_ms(tokenizer, path)
+        shutil.rmtree(base / "data_cache", ignore_errors=True)
         longest = max(waits)
         number = sum(wait > 5 for wait in waits)
         total = sum(waits)

@@ -14,7 +14,7 @@ from nanochat.files import data_at, list_files
 from nanochat.integrations import web
 from nanochat.sources import check, scan_files
 from nanochat.splits import split_train_val
-from scripts import tok_shards, tok_train, validate
+from scripts import receipt, tok_shards, tok_train, validate, verify
 from tests import training
 from tests.hub_server import TOKEN, Fault, hub_server
 from tests.training import die_after_step, final, refuse, run_dir, state_of, succeed
@@ -71,6 +71,14 @@ def train(path=SET, **changed):
     return succeed(**{**RUN, "data_path": path, **changed})
 
 
+def write_copy(made, folder):
+    """Write the files of the data set below a folder."""
+    for name, data in made.files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(data)
+    return folder
+
+
 def names(path, **options):
     """{split: names of its files}."""
     split = split_train_val(data_at(path), **options)
@@ -122,11 +130,7 @@ def test_a_killed_run_ends_with_the_weights_of_a_downloaded_copy(hub, made, mean
 
 def test_a_run_moves_between_the_hub_and_a_copy(hub, made):
     shutil.copytree(made.killed, run_dir())
-    copy = run_dir().parents[1] / "copy"
-    for name, data in made.files.items():
-        (copy / name).parent.mkdir(parents=True, exist_ok=True)
-        (copy / name).write_bytes(data)
-    train(copy)
+    train(write_copy(made, run_dir().parents[1] / "copy"))
     assert training.digests() == made.digests
 
 
@@ -244,6 +248,25 @@ def test_tok_train_and_tok_shards_read_the_hub(hub, tmp_path):
     flags = [f"--input-dir={SET}", f"--output-dir={tmp_path / 'out'}", f"--tokenizer={tokenizer}"]
     assert tok_shards.main([*flags, "--num-workers=1", "--max-length=0"]) == 0
     assert len(list(tmp_path.glob("out/**/*.bin"))) == 4
+
+
+def write_receipt(killed):
+    """A receipt of the killed run, written without reading a file."""
+    shutil.copytree(killed, run_dir())
+    path = run_dir().parents[1] / "receipt.json"
+    assert not receipt.main([str(run_dir()), f"--out={path}"])
+    return path
+
+
+def test_a_receipt_of_a_run_from_the_hub_hashes_nothing_and_holds_for_a_copy(hub, made, capsys):
+    hub.seen.clear()
+    path = write_receipt(made.killed)
+    assert "sha256:" in path.read_text()
+    copy = write_copy(made, run_dir().parents[1] / "copy")
+    assert verify.main([str(path), f"--data-path={copy}", "--steps=1"]) == 0
+    (copy / "data/shard_0.parquet").write_bytes(made.files["data/shard_1.parquet"])
+    assert verify.main([str(path), f"--data-path={copy}", "--steps=1"]) == 1
+    assert not hub.asked("resolve"), capsys.readouterr()
 
 
 # ---- failures ------------------------------------------------------------------------------------

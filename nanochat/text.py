@@ -252,12 +252,19 @@ def for_arrow(path: AnyPath) -> Path | BinaryIO:
     return path.open("rb", buffering=0) if isinstance(path, Remote) else path
 
 
-def read_metadata(path: AnyPath) -> pq.FileMetaData:
-    """The metadata of a parquet file. ArrowException if it is corrupt."""
+def kept_metadata(path: AnyPath) -> pq.FileMetaData | None:
+    """The metadata of a remote parquet file whose footer is kept on this machine. ArrowException if
+    it is corrupt."""
     footer = path.footer() if isinstance(path, Remote) else None
     if footer is None:
-        return pq.read_metadata(for_arrow(path))
-    return pq.read_metadata(pa.BufferReader(footer[-4:] + footer))
+        return None
+    return pq.read_metadata(pa.BufferReader(footer[-4:] + footer))  # a file begins as it ends
+
+
+def read_metadata(path: AnyPath) -> pq.FileMetaData:
+    """The metadata of a parquet file. ArrowException if it is corrupt."""
+    kept = kept_metadata(path)
+    return pq.read_metadata(for_arrow(path)) if kept is None else kept
 
 
 def fetch_footers(paths: Sequence[AnyPath]) -> None:
@@ -284,7 +291,7 @@ def open_parquet(path: AnyPath | str, field: str = TEXT_FIELD) -> pq.ParquetFile
         # one batch at a time
         file = pq.ParquetFile(
             for_arrow(path),
-            metadata=read_metadata(path) if isinstance(path, Remote) else None,
+            metadata=kept_metadata(path),
             pre_buffer=False,
             page_checksum_verification=True,
         )

@@ -27,18 +27,8 @@ from urllib.parse import quote, urljoin
 from nanochat.common import each, parse_json, refuse_secrets, url
 from nanochat.files import HUB
 from nanochat.integrations.download import check_url
-from nanochat.integrations.web import (
-    KNOWN,
-    Answer,
-    File,
-    Key,
-    RangePath,
-    Reader,
-    explain_status,
-    get,
-    origin_of,
-    poll,
-)
+from nanochat.integrations.web import KNOWN, File, RangePath, Reader, explain_status
+from nanochat.integrations.web_client import Answer, Key, get, origin_of, poll
 from nanochat.text import text_suffix
 
 PAGE_BYTES = 64 << 20  # the largest answer of the Hub's API that is read

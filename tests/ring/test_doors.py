@@ -26,7 +26,7 @@ PARTS = {
     "SINKS, without trackers": ["nanochat.integrations.trackers"],
     "STORAGE, without object storage": ["nanochat.integrations.object_storage"],
     "STORAGE, without the Hub and the web": [
-        f"nanochat.integrations.{name}" for name in ("hub", "web", "range_cache")
+        f"nanochat.integrations.{name}" for name in ("hub", "web", "web_client", "range_cache")
     ],
     "all integrations": [f"nanochat.integrations.{name}" for name in INTEGRATIONS],
 }

@@ -11,7 +11,7 @@ import pytest
 
 from nanochat.common import as_path, begin_launch, read_json
 from nanochat.files import data_at, list_files
-from nanochat.integrations import web
+from nanochat.integrations import web_client
 from nanochat.sources import check, scan_files
 from nanochat.splits import split_train_val
 from scripts import receipt, tok_shards, tok_train, validate, verify
@@ -21,7 +21,7 @@ from tests.training import die_after_step, final, refuse, run_dir, state_of, suc
 
 SET = "hf://datasets/own/set"
 RUN = {**training.SMALL, "num_iterations": 4, "save_every": 2}
-QUICK = web.Patience(
+QUICK = web_client.Patience(
     connect_s=1.0, silence_s=2.0, first_answer_s=0.5, give_up_s=5.0, first_pause_s=0.01
 )
 
@@ -54,7 +54,7 @@ def made(served, tmp_path_factory):
 @pytest.fixture
 def hub(served, made, tmp_path, monkeypatch):
     """A Hub that has the data of `made`, and a workplace without it."""
-    monkeypatch.setattr(web, "PATIENCE", QUICK)
+    monkeypatch.setattr(web_client, "PATIENCE", QUICK)
     for known in (served.commits, served.branches, served.gated, served.moved, served.files):
         known.clear()
     served.commit("own/set", made.files)
@@ -291,7 +291,7 @@ def test_a_temporary_failure_changes_nothing(hub, fault):
 
 def test_a_busy_server_is_asked_again_when_it_says(hub, monkeypatch):
     pauses = []
-    monkeypatch.setattr(web, "pause", pauses.append)
+    monkeypatch.setattr(web_client, "pause", pauses.append)
     hub.faults.append(Fault(name="revision", status=429, retry_after="3"))
     manifest_of(SET)
     assert pauses == [3]

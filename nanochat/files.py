@@ -26,7 +26,7 @@ import errno
 import logging
 import os
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePath
@@ -283,8 +283,12 @@ def _listed_in(place: AnyPath) -> list[str]:
 
 
 def _listed_files(text: str, listed: Sequence[str]) -> DataPath:
-    """Text files that a --data-path lists. FileNotFoundError names one that does not exist."""
+    """Text files that a --data-path lists. FileNotFoundError names one that does not exist,
+    ValueError one that is listed twice."""
     files = [as_path(path) for path in listed]
+    for file, times in Counter(files).items():
+        if times > 1:
+            raise ValueError(f"{file}: --data-path lists it twice; list each file once")
     for _ in each(lambda file: file.stat(), files, at_once=64):
         pass
     return DataPath(text, _common_folder(files), tuple(files))

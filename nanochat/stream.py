@@ -402,6 +402,8 @@ class Feed:
         groups: dict[int, dict[DocumentKey, Piece]] = {}
         for key, piece in waiting.items():
             groups.setdefault(key.group, {})[key] = piece
+        if self.pool and self.source.ahead:
+            self.source.expect(list(groups))
         for group, pieces in groups.items():
             if self.pool:
                 call = copy_context().run

@@ -3,7 +3,8 @@ A local server that answers as the Hub does, and one that has its files, for tes
 
     client --> Hub: revision, tree in pages, resolve: a redirect to ...
            --> Store: ranges of files, by their SHA-256; it would answer 400 to a token
-    /files/NAME on the Hub is a file of an ordinary web server; /moved/NAME redirects to the store
+    /files/NAME on the Hub is a file of an ordinary web server, /whole/NAME one without ranges; /moved/NAME
+    redirects to the store
 
     with hub_server() as hub:                       # HF_ENDPOINT is set
         hub.commit("own/set", {"data/a.parquet": b"..."})
@@ -187,7 +188,7 @@ class HubHandler(Handler):
     kind = "hub"
 
     def answer(self, path: str, query: dict[str, list[str]]) -> Answer:
-        if path.startswith(("/files/", "/moved/")):
+        if path.startswith(("/files/", "/whole/", "/moved/")):
             return self.web_file(path)
         api = re.fullmatch(r"/api/datasets/([^/]+/[^/]+)/(revision|tree)/(.+)", path)
         file = re.fullmatch(r"/datasets/([^/]+/[^/]+)/(resolve)/(.+)", path)
@@ -228,6 +229,8 @@ class HubHandler(Handler):
             location = f"{self.hub.store_url}/files/{name}?signature=hidden"
             return Answer(302, b"", {"Location": location})
         data = self.hub.files[name]
+        if kind == "whole":
+            return Answer(200, data)
         return Answer(200, data, {"ETag": f'"{sha256(data)[:8]}"'})
 
     def tree(self, repo: str, commit: str, inner: str, first: int) -> Answer:

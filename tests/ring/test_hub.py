@@ -9,11 +9,14 @@ from types import SimpleNamespace
 
 import pytest
 
-from nanochat.common import as_path, begin_launch, read_json
+from nanochat.common import Stop, as_path, begin_launch, read_json, stops_if
 from nanochat.files import data_at, list_files
-from nanochat.integrations import web_client
-from nanochat.sources import check, scan_files
-from nanochat.splits import split_train_val
+from nanochat.integrations import web, web_client
+from nanochat.parquet_source import ParquetSource
+from nanochat.pins import fingerprint
+from nanochat.sources import check, open_data, scan_files
+from nanochat.splits import pin_files, split_train_val
+from nanochat.tokenizer import get_tokenizer
 from scripts import receipt, tok_shards, tok_train, validate, verify
 from tests import training
 from tests.hub_server import TOKEN, Fault, hub_server
@@ -152,8 +155,6 @@ def test_a_run_pins_the_commit_and_the_sha256_of_each_file(hub, made):
 
 
 def test_the_fingerprint_is_that_of_a_copy(hub, made):
-    from nanochat.pins import fingerprint
-
     copy = made.killed.parents[1] / "data"
     assert fingerprint(manifest_of(f"{SET}/data")) == fingerprint(manifest_of(copy))
 
@@ -177,6 +178,58 @@ def test_a_small_file_that_is_in_git_itself_is_known_by_its_id(hub, made):
 def test_the_listing_has_many_pages_and_is_asked_for_once(hub):
     train(num_iterations=1)
     assert len(hub.asked("/tree/")) == 2 and len(hub.asked("/revision/")) == 1
+
+
+# ---- what is fetched ---------------------------------------------------------------------------
+
+
+def open_hub_source():
+    """The training data of the data set, from an empty cache but for its footers, and no request
+    seen."""
+    manifests = pin_files(SET)
+    tokenizer = get_tokenizer(run_dir().parents[1] / "tokenizer")
+    return open_data(manifests, tokenizer).train["data"]
+
+
+def test_an_expected_group_is_fetched_before_it_is_read(hub):
+    source = open_hub_source()
+    hub.seen.clear()
+    source.expect([4, 2])
+    training.wait_for(lambda: len(names_of_columns()) == 2)
+    fetched = len(hub.seen)
+    assert list(source.texts(2)) and list(source.texts(4)) and len(hub.seen) == fetched
+
+
+def names_of_columns():
+    """The ranges on disk that are not footers."""
+    cache = run_dir().parents[1] / "data_cache"
+    return [
+        path for path in cache.iterdir() if not path.name.endswith(("-footer", ".lock", ".tmp"))
+    ]
+
+
+def test_a_feed_says_what_it_will_read(hub, monkeypatch):
+    expected = []
+    monkeypatch.setattr(ParquetSource, "expect", lambda self, groups: expected.extend(groups))
+    train(num_iterations=1)
+    assert expected
+
+
+def test_nothing_is_expected_of_a_source_on_this_machine(hub, made, monkeypatch):
+    monkeypatch.delattr(ParquetSource, "expect")
+    train(made.killed.parents[1] / "data", num_iterations=1)
+
+
+def test_a_tiny_cache_and_small_requests_change_no_row(hub, made, monkeypatch):
+    monkeypatch.setattr(web, "FOOTER_BYTES", 100)
+    monkeypatch.setattr(web, "REQUEST_BYTES", 1000)
+    train(data_cache=1e-6)
+    assert training.digests() == made.digests
+
+
+def test_the_documents_of_a_step_are_found_without_the_data_path(hub, made):
+    shutil.copytree(made.killed, run_dir())
+    assert {row["bucket"] for row in training.read_rows("run", 1)} == {"data"}
 
 
 # ---- what a path names ---------------------------------------------------------------------------
@@ -220,6 +273,27 @@ def test_a_text_file_may_list_addresses(hub, made, tmp_path):
     listed.write_text("# a comment\n" + "\n".join(web_files(hub, made)))
     train(listed)
     assert training.digests() == made.digests
+
+
+@pytest.mark.parametrize(
+    "line, words",
+    [
+        ("https://host/a.csv", "line 2: https://host/a.csv is not the address of a"),
+        ("https://u:hidden@host/a.parquet", "credentials do not belong"),
+    ],
+)
+def test_a_line_that_is_no_address_of_text_is_named(hub, tmp_path, line, words):
+    listed = tmp_path / "urls.txt"
+    listed.write_text(f"https://host/b.parquet\n{line}\n")
+    with pytest.raises(ValueError, match=words) as e:
+        data_at(listed)
+    assert "hidden" not in str(e.value)
+
+
+def test_a_text_that_begins_with_an_address_is_a_text(hub, tmp_path):
+    text = tmp_path / "notes.txt"
+    text.write_text("https://host/a.parquet\nis where the data was.\n")
+    assert data_at(text).files == (text,)
 
 
 def test_a_file_of_a_web_server_that_has_changed_is_named(hub, made):
@@ -297,6 +371,12 @@ def test_a_busy_server_is_asked_again_when_it_says(hub, monkeypatch):
     assert pauses == [3]
 
 
+def test_a_stop_ends_a_wait(hub):
+    hub.faults.append(Fault(status=429, retry_after="4", times=9))
+    with stops_if(lambda: "SIGTERM"), pytest.raises(Stop, match="SIGTERM"):
+        manifest_of(SET)
+
+
 @pytest.mark.parametrize(
     "path, words",
     [
@@ -310,6 +390,8 @@ def test_a_busy_server_is_asked_again_when_it_says(hub, monkeypatch):
         ("hf://datasets/own", "expected hf://datasets/OWNER/NAME"),
         ("hf://models/own/set", "expected hf://datasets/OWNER/NAME"),
         ("{}/files/none.parquet,{}/files/more.parquet", "none.parquet: no such file"),
+        ("{}/files/a.parquet,{}/files/a.parquet", "a.parquet: --data-path lists it twice"),
+        ("{}/whole/a.parquet,{}/whole/b.parquet", "does not send ranges of files"),
     ],
 )
 def test_bad_input_is_one_sentence(hub, made, path, words):
@@ -317,6 +399,7 @@ def test_bad_input_is_one_sentence(hub, made, path, words):
     hub.commit("own/pictures", {"a.png": b"PNG"})
     hub.commit("own/gated", made.files)
     hub.gated.add("own/gated")
+    hub.files |= dict.fromkeys(["a.parquet", "b.parquet"], made.files["data/shard_0.parquet"])
     error = refuse(**{**RUN, "data_path": path.replace("{}", hub.url)})
     assert words in error and "\n" not in error
 

@@ -262,11 +262,12 @@ def _common_folder(files: Sequence[AnyPath]) -> AnyPath:
 def _listed_in(place: AnyPath) -> list[str]:
     """The addresses that a text file lists, one per line; [] if it holds anything else. ValueError
     for an address that may hold a secret, or that names no text file."""
-    is_list = isinstance(place, Path) and place.suffix.lower() in ("", ".txt", ".list")
-    if not is_list or not is_file(place) or place.stat().st_size > LIST_BYTES:
+    if isinstance(place, Remote) or place.suffix.lower() not in ("", ".txt", ".list"):
+        return []
+    if not is_file(place) or place.stat().st_size > LIST_BYTES:
         return []
     listed = []
-    for number, line in enumerate(place.open("rb"), start=1):
+    for number, line in enumerate(place.read_bytes().splitlines(), start=1):
         word = line.decode(errors="replace").strip()
         if not word or word.startswith("#"):
             continue

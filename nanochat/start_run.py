@@ -506,7 +506,7 @@ def open_run(run_dir: Path) -> tuple[RunData, Any, Settings]:
     disk are compared with their pins first. FileNotFoundError if the run has pinned no files."""
     settings = Settings.from_json(read_config(run_dir))
     manifests = read_manifests(run_dir / DATA_MANIFEST)
-    begin_launch()
+    begin_launch(settings.data_cache)
     if not manifests:
         raise FileNotFoundError(
             f"{run_dir / DATA_MANIFEST}: missing, so this run has read no data; start it first"

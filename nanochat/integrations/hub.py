@@ -112,38 +112,39 @@ class Hub(NamedTuple):
 
 
 def explain(path: str, answer: Answer) -> Exception:
-    """Our own error for a request that the Hub refuses, in one sentence."""
+    """Our own error for a request that the Hub refuses: one sentence, which begins with the path."""
     place = Place.of(path)
     code = answer.first.get("X-Error-Code", "") or answer.headers.get("X-Error-Code", "")
     message = answer.headers.get("X-Error-Message", "")
-    name = f"hf://datasets/{place.repo}"
     answered = f"HTTP {answer.status} from {answer.host}"
     token = "HF_TOKEN" if os.environ.get("HF_TOKEN", "").strip() else "HF_TOKEN (not set)"
     if code == "GatedRepo":
         return PermissionError(
-            f"{name}: its owner asks readers to accept terms first ({answered}); accept them at "
+            f"{path}: the data set's owner asks readers to accept terms first ({answered}); accept them at "
             f"{HUB}/datasets/{place.repo}, and set {token} to a token of that account"
         )
     if code == "RevisionNotFound":
         return FileNotFoundError(
-            f"{name}: it has no revision {place.revision} (any more, if a run has pinned it; {answered}); name "
-            f"another one with @REVISION, or start a new run (--model-tag)"
+            f"{path}: the data set has no revision {place.revision} (any more, if a run has pinned it; "
+            f"{answered}); name another one with @REVISION, or start a new run (--model-tag)"
         )
     if code == "EntryNotFound":
-        return FileNotFoundError(
-            f"{path}: no such file or folder in revision {place.revision} ({answered}); check the path"
-        )
+        return NoEntry(f"{path}: no such file or folder in this revision ({answered}); check it")
     if code == "RepoNotFound" or (answer.status == 401 and "nvalid username" in message):
         return FileNotFoundError(
-            f"{name}: no such data set, or a private one that {token} may not read ({answered}); check its name"
+            f"{path}: no such data set, or a private one that {token} may not read ({answered}); check its name"
         )
     if code == "DisabledRepo":
         return PermissionError(
-            f"{name}: the Hub has disabled it ({answered}); use other data (--data-path)"
+            f"{path}: the Hub has disabled this data set ({answered}); use other data (--data-path)"
         )
     if answer.status in (401, 403):
-        return PermissionError(f"{name}: access denied ({answered}); check {token}")
+        return PermissionError(f"{path}: access denied ({answered}); check {token}")
     return explain_status(path, answer)
+
+
+class NoEntry(FileNotFoundError):
+    """A revision has no such file or folder."""
 
 
 class HubReader(Reader):
@@ -189,9 +190,7 @@ def find_commit(place: Place) -> str:
 def _check_name(place: Place, name: str) -> None:
     """FileNotFoundError if the Hub redirects to a data set of another name."""
     if name.lower() != place.repo.lower():
-        raise FileNotFoundError(
-            f"hf://datasets/{place.repo}: this data set has moved; name it hf://datasets/{name}"
-        )
+        raise FileNotFoundError(f"{place}: this data set has moved; name it hf://datasets/{name}")
 
 
 def find_tree(place: Place) -> Tree:
@@ -219,9 +218,7 @@ def list_tree(place: Place) -> Tree:
     while address:
         try:
             entries, answer = hub.ask(place, address, [ENTRY])
-        except FileNotFoundError as e:
-            if "no such file or folder" not in str(e):
-                raise
+        except NoEntry:
             break
         for entry in entries:
             if entry["type"] == "file":
@@ -283,7 +280,9 @@ class HubPath(RangePath):
         place = self._place()
         if place is None or not place.inner:
             return None
-        return find_tree(place).files.get(place.inner)
+        file = find_tree(place).files.get(place.inner)
+        # messages name the path as it is here, which may not name the commit
+        return None if file is None else file._replace(path=str(self))
 
     def resolve(self) -> "HubPath":
         """The path that names the commit."""

@@ -43,7 +43,6 @@ from nanochat.integrations.web_client import (
     ANSWERED,
     NO_KEY,
     Answer,
-    Garbled,
     Key,
     get,
     moved,
@@ -64,6 +63,10 @@ ADVICE = "restore the old file, or start a new run (--model-tag)"
 
 class Changed(ValueError):
     """The file is not the pinned version any more."""
+
+
+class Garbled(OSError):
+    """The answer does not fit the request. A retry may help."""
 
 
 class File(NamedTuple):

@@ -61,8 +61,13 @@ class Patience:
 PATIENCE = Patience()
 
 
-class Garbled(OSError):
-    """The answer does not fit the request. A retry may help."""
+class NoAnswer(Exception):
+    """No usable answer to a request, of which a retry may get one."""
+
+    def __init__(self, host: str, problem: str) -> None:
+        super().__init__(problem)
+        self.host = host
+        self.problem = problem
 
 
 class Key(NamedTuple):
@@ -135,38 +140,49 @@ def host_of(address: str) -> str:
 
 def ask(address: str, headers: Mapping[str, str], key: Key, most: int) -> Answer:
     """The answer to a GET request, after redirects. A body of more than `most` bytes is not read.
-    HTTPError, or Garbled for a redirect that cannot be followed."""
+    NoAnswer if there is none."""
     first: Mapping[str, str] | None = None
-    timeout = urllib3.Timeout(connect=PATIENCE.connect_s, read=PATIENCE.silence_s)
     for _ in range(HOPS):
-        origin = origin_of(address)
-        signed = dict(headers)
-        if key.token and origin == key.origin:
-            signed["Authorization"] = f"Bearer {key.token}"
-        answer = connections_to(origin).request(
-            "GET",
-            address,
-            headers=signed,
-            timeout=timeout,
-            redirect=False,
-            retries=False,
-            preload_content=False,
-        )
-        body = answer.read(most + 1)
-        if len(body) <= most:
-            answer.release_conn()
-        else:  # the rest of the body would be in the way of the next answer
-            answer.close()
-            body = b""
+        answer, body = _ask_once(address, headers, key, most)
         first = answer.headers if first is None else first
         target = answer.get_redirect_location()
         if not target:
             return Answer(answer.status, answer.headers, body, host_of(address), address, first)
         target = urljoin(address, target)
         if address.startswith("https:") and not target.startswith("https:"):
-            raise Garbled(f"{host_of(address)} redirects to an address that is not https")
+            raise NoAnswer(host_of(address), "it redirects to an address that is not https")
         address = target
-    raise Garbled(f"{host_of(address)} redirects more than {HOPS} times")
+    raise NoAnswer(host_of(address), f"it redirects more than {HOPS} times")
+
+
+def _ask_once(
+    address: str, headers: Mapping[str, str], key: Key, most: int
+) -> tuple[urllib3.BaseHTTPResponse, bytes]:
+    """(answer, body) of one request, without redirects; see `ask`."""
+    origin = origin_of(address)
+    signed = dict(headers)
+    if key.token and origin == key.origin:
+        signed["Authorization"] = f"Bearer {key.token}"
+    try:
+        answer = connections_to(origin).request(
+            "GET",
+            address,
+            headers=signed,
+            timeout=urllib3.Timeout(connect=PATIENCE.connect_s, read=PATIENCE.silence_s),
+            redirect=False,
+            retries=False,
+            preload_content=False,
+        )
+        body = answer.read(most + 1)
+    except urllib3.exceptions.SSLError:
+        raise NoAnswer(host_of(address), "its certificate is not valid here") from None
+    except (urllib3.exceptions.HTTPError, OSError):
+        raise NoAnswer(host_of(address), "no complete answer") from None
+    if len(body) <= most:
+        answer.release_conn()
+        return answer, body
+    answer.close()  # the rest of the body would be in the way of the next answer
+    return answer, b""
 
 
 def retry_after(answer: Answer) -> float:
@@ -190,30 +206,25 @@ def get(
     OSError if there is no answer."""
     began = time.monotonic()
     pause_s = PATIENCE.first_pause_s
-    first_host = host_of(address)
     while True:
-        host = first_host  # of messages; the one that a redirect names may be what fails
         asked_s = 0.0
         try:
             answer = _ask_where_it_moved(address, headers, key, most)
-            host = answer.host
-            ANSWERED.update((first_host, host))
+            ANSWERED.update((host_of(address), answer.host))
             if not is_temporary(answer.status):
                 return answer
+            host = answer.host
             problem = f"HTTP {answer.status}"
             asked_s = retry_after(answer)
-        except Garbled as e:
-            problem = str(e)
-        except (urllib3.exceptions.HTTPError, OSError) as e:
-            problem = "no complete answer"
-            if isinstance(e, urllib3.exceptions.SSLError):
-                problem = "its certificate is not valid here"
+        except NoAnswer as e:
+            host = e.host
+            problem = e.problem
         patience_s = PATIENCE.give_up_s if host in ANSWERED else PATIENCE.first_answer_s
         wait_s = max(pause_s, asked_s)
         waited_s = time.monotonic() - began
         if waited_s + wait_s > patience_s:
             raise OSError(
-                f"{path}: no answer from {host} for {waited_s:.0f} s ({problem}); check the network, then "
+                f"{path}: nothing from {host} for {waited_s:.0f} s ({problem}); check the network, then "
                 f"restart: a run resumes from its last checkpoint"
             )
         _warn_of_wait(path, host, problem, waited_s)
@@ -231,12 +242,12 @@ def pause(seconds: float) -> None:
 
 def _ask_where_it_moved(address: str, headers: Mapping[str, str], key: Key, most: int) -> Answer:
     """`ask` at the address at which an earlier redirect ended, if it is recent and still answers."""
-    target, when = moved.get(address, ("", -math.inf))
+    target, when = moved.pop(address, ("", -math.inf))
     if time.monotonic() - when < MOVED_S:
         answer = ask(target, headers, key, most)
-        if answer.status in (200, 206):
+        if answer.status == 206:
+            moved[address] = (target, when)
             return answer
-        moved.pop(address, None)
     answer = ask(address, headers, key, most)
     if answer.address != address and answer.status == 206:
         moved[address] = (answer.address, time.monotonic())

@@ -381,11 +381,11 @@ def test_a_stop_ends_a_wait(hub):
     "path, words",
     [
         ("hf://datasets/own/none", "no such data set, or a private one that HF_TOKEN"),
-        ("hf://datasets/own/gated", "its owner asks readers to accept terms first"),
+        ("hf://datasets/own/gated", "the data set's owner asks readers to accept terms first"),
         ("hf://datasets/own/old", "has moved; name it hf://datasets/own/set"),
         ("hf://datasets/own/pictures", "no .parquet"),
-        (f"{SET}@nobranch", "it has no revision nobranch"),
-        (f"{SET}@{'0' * 40}", f"it has no revision {'0' * 40}"),
+        (f"{SET}@nobranch", "the data set has no revision nobranch"),
+        (f"{SET}@{'0' * 40}", f"the data set has no revision {'0' * 40}"),
         (f"{SET}/nofolder", "no such data folder"),
         ("hf://datasets/own", "expected hf://datasets/OWNER/NAME"),
         ("hf://models/own/set", "expected hf://datasets/OWNER/NAME"),
@@ -401,7 +401,7 @@ def test_bad_input_is_one_sentence(hub, made, path, words):
     hub.gated.add("own/gated")
     hub.files |= dict.fromkeys(["a.parquet", "b.parquet"], made.files["data/shard_0.parquet"])
     error = refuse(**{**RUN, "data_path": path.replace("{}", hub.url)})
-    assert words in error and "\n" not in error
+    assert words in error and "\n" not in error and "truncated" not in error
 
 
 def test_a_pinned_revision_that_vanished_is_one_sentence(hub, made):
@@ -409,13 +409,32 @@ def test_a_pinned_revision_that_vanished_is_one_sentence(hub, made):
     hub.commit("own/set", newer(made.files))
     hub.commits.pop(("own/set", made.commit))
     error = refuse(**RUN, data_path=SET)
-    assert f"it has no revision {made.commit} (any more" in error and "\n" not in error
+    assert f"the data set has no revision {made.commit} (any more" in error and "\n" not in error
 
 
 def test_a_server_that_does_not_answer_is_one_sentence(hub, monkeypatch):
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
     begin_launch()
-    assert "no answer from 127.0.0.1:9" in refuse(**RUN, data_path=SET)
+    assert "nothing from 127.0.0.1:9" in refuse(**RUN, data_path=SET)
+
+
+def test_a_redirect_to_a_server_that_does_not_answer_names_that_one(hub, monkeypatch):
+    manifest_of(SET)
+    shutil.rmtree(run_dir().parents[1] / "data_cache")
+    monkeypatch.setattr(hub, "store_url", "http://127.0.0.1:9")
+    with pytest.raises(OSError, match=r"shard_\d.parquet: nothing from 127.0.0.1:9"):
+        manifest_of(SET)
+
+
+def test_an_address_at_which_a_redirect_ended_is_forgotten_when_it_refuses(hub, made, monkeypatch):
+    path = as_path(f"{SET}/data/shard_0.parquet")
+    path.read(0, 4)
+    monkeypatch.setattr(
+        web_client,
+        "moved",
+        {known: ("http://127.0.0.1:9/", when) for known, (_, when) in web_client.moved.items()},
+    )
+    assert web_client.moved and path.read(0, 8) == made.files["data/shard_0.parquet"][:8]
 
 
 # ---- the token -----------------------------------------------------------------------------------

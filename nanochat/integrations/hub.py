@@ -26,7 +26,7 @@ from urllib.parse import quote, urljoin
 
 from nanochat.common import each, parse_json, refuse_secrets, url
 from nanochat.files import HUB
-from nanochat.integrations.download import check_url
+from nanochat.integrations.download import hub_access
 from nanochat.integrations.web import KNOWN, File, RangePath, Reader, explain_status
 from nanochat.integrations.web_client import Answer, Key, get, origin_of, poll
 from nanochat.text import text_suffix
@@ -88,13 +88,7 @@ class Hub(NamedTuple):
     @classmethod
     def from_environment(cls) -> "Hub":
         """The Hub that HF_ENDPOINT names, with HF_TOKEN. ValueError if one of them is unusable."""
-        endpoint = os.environ.get("HF_ENDPOINT", "").rstrip("/") or HUB
-        check_url("HF_ENDPOINT", endpoint)
-        token = os.environ.get("HF_TOKEN", "").strip()
-        if not re.fullmatch(r"[!-~]*", token):  # the HTTP library's error would print it
-            raise ValueError(
-                "HF_TOKEN: contains characters that an HTTP header cannot carry; set it again"
-            )
+        endpoint, token = hub_access()
         return cls(endpoint, Key(origin_of(endpoint), token))
 
     def address(self, kind: str, repo: str, revision: str, inner: str = "") -> str:

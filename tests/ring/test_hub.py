@@ -6,6 +6,7 @@ import os
 import shutil
 from functools import partial
 from types import SimpleNamespace
+from unittest.mock import ANY
 
 import pytest
 
@@ -20,6 +21,7 @@ from nanochat.tokenizer import get_tokenizer
 from scripts import receipt, tok_shards, tok_train, validate, verify
 from tests import training
 from tests.hub_server import TOKEN, Fault, hub_server
+from tests.toy import write_jsonl
 from tests.training import die_after_step, final, refuse, run_dir, state_of, succeed
 
 SET = "hf://datasets/own/set"
@@ -230,6 +232,14 @@ def test_a_tiny_cache_and_small_requests_change_no_row(hub, made, monkeypatch):
 def test_the_documents_of_a_step_are_found_without_the_data_path(hub, made):
     shutil.copytree(made.killed, run_dir())
     assert {row["bucket"] for row in training.read_rows("run", 1)} == {"data"}
+
+
+def test_other_kinds_are_copied_whole_and_prepared(hub, tmp_path):
+    write_jsonl(tmp_path / "copy" / "a.jsonl", training.texts(9, seed=3))
+    hub.commit_folder("own/set", tmp_path / "copy")
+    from_hub = manifest_of(SET)
+    from_copy = manifest_of(tmp_path / "copy")
+    assert from_hub["files"] == [{**from_copy["files"][0], "parquet": ANY}]
 
 
 # ---- what a path names ---------------------------------------------------------------------------

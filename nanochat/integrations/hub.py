@@ -27,7 +27,7 @@ from urllib.parse import quote, urljoin
 from nanochat.common import each, parse_json, refuse_secrets, url
 from nanochat.files import HUB
 from nanochat.integrations.download import hub_access
-from nanochat.integrations.web import KNOWN, File, RangePath, Reader, explain_status
+from nanochat.integrations.web import KNOWN, File, RangePath, explain_status
 from nanochat.integrations.web_client import Answer, Key, get, origin_of, poll
 from nanochat.text import text_suffix
 
@@ -141,12 +141,6 @@ class NoEntry(FileNotFoundError):
     """A revision has no such file or folder."""
 
 
-class HubReader(Reader):
-    """Reads files of data sets."""
-
-    explain = staticmethod(explain)
-
-
 # ---- what a launch knows -------------------------------------------------------------------------
 
 
@@ -238,6 +232,7 @@ def _as_file(hub: Hub, place: Place, entry: dict[str, Any]) -> File:
         key=hub.key,
         sha256=sha256,
         linked=True,
+        explain=explain,
     )
 
 
@@ -254,8 +249,6 @@ def open_path(path: str) -> "HubPath":
 
 class HubPath(RangePath):
     """A file or folder of a data set."""
-
-    reader = HubReader()
 
     def is_dir(self) -> bool:
         place = self._place()

@@ -58,6 +58,7 @@ RETRY_S = 0.2  # before the next attempt to get an answer that fits the request
 TRIES = 5  # attempts to get an answer that fits the request
 MAGIC = b"PAR1"  # a parquet file begins and ends with it
 FOOTER_END = 8  # bytes after the footer: its length, MAGIC
+PROXY = "bypass the proxy that changes requests between this machine and the server"
 ADVICE = "restore the old file, or start a new run (--model-tag)"
 
 
@@ -67,6 +68,22 @@ class Changed(ValueError):
 
 class Garbled(OSError):
     """The answer does not fit the request. A retry may help."""
+
+
+# ---- ranges --------------------------------------------------------------------------------------
+
+
+def explain_status(path: str, answer: Answer) -> Exception:
+    """Our own error for a request that a server refuses: a sentence that begins with the path."""
+    answered = f"HTTP {answer.status} from {answer.host}"
+    if answer.status in (404, 410):
+        return FileNotFoundError(f"{path}: no such file ({answered}); check the address")
+    if answer.status in (401, 403):
+        return PermissionError(
+            f"{path}: access denied ({answered}); data must be readable without a password: download it, or "
+            f"name a public address"
+        )
+    return OSError(f"{path}: the request was refused ({answered}); check the address")
 
 
 class File(NamedTuple):
@@ -80,6 +97,8 @@ class File(NamedTuple):
     sha256: str = ""  # of its bytes, if known
     # whether its ETag is what the first server says of the file, before it redirects
     linked: bool = False
+    # makes the error for an answer that is not a success
+    explain: Callable[[str, Answer], Exception] = explain_status
 
     @property
     def name(self) -> str:
@@ -87,7 +106,69 @@ class File(NamedTuple):
         return self.sha256 or hash_json([self.address, self.size, self.etag])
 
 
-# ---- ranges --------------------------------------------------------------------------------------
+class Part(NamedTuple):
+    """What an answer says that it holds."""
+
+    begin: int
+    end: int
+    size: int  # of the whole file
+
+
+def read_range(file: File, begin: int, end: int) -> bytes:
+    """Bytes begin .. end - 1 of a file, by several requests at once. FileNotFoundError if it no
+    longer exists, Changed if it is another version, OSError if the server does not send it."""
+    starts = range(begin, end, REQUEST_BYTES)
+    if len(starts) == 1 and threading.current_thread().name == "each":
+        return _read_piece(file, begin, end)  # whoever waits for this thread polls
+
+    def read_piece(at: int) -> bytes:
+        return _read_piece(file, at, min(at + REQUEST_BYTES, end))
+
+    return b"".join(each(read_piece, starts, at_once=8, poll=poll))
+
+
+def _read_piece(file: File, begin: int, end: int) -> bytes:
+    """`read_range` by one request, which is repeated if the answer does not fit it."""
+    headers = {"Range": f"bytes={begin}-{end - 1}", "Accept-Encoding": "identity"}
+    attempts = 0
+    while True:
+        answer = get(file.path, file.address, headers, key=file.key, most=end - begin)
+        attempts += 1
+        try:
+            part = _part_in(file, answer)
+            _check_version(file, part, answer)
+            _check_part(file, part, answer, begin, end)
+            return answer.body
+        except Garbled:
+            if attempts == TRIES:
+                raise
+        pause(RETRY_S)
+
+
+def _part_in(file: File, answer: Answer) -> Part:
+    """The part of a file that an answer holds. Garbled if it does not say it, the file's own error
+    if it is not a success."""
+    length = len(answer.body)
+    if answer.status == 200 and length == file.size:  # all of it is what was asked for
+        return Part(0, length, length)
+    if answer.status == 200:
+        raise OSError(
+            f"{file.path}: {answer.host} does not send ranges of files; download it first"
+        )
+    if answer.status == 416:
+        raise Changed(f"{file.path}: it is shorter than when this run began; {ADVICE}")
+    if answer.status != 206:
+        raise file.explain(file.path, answer)
+    return parse_range(file.path, answer)
+
+
+def parse_range(path: str, answer: Answer) -> Part:
+    """What the Content-Range of an answer says. Garbled if there is none."""
+    header = answer.headers.get("Content-Range", "")
+    match = re.fullmatch(r"bytes (\d+)-(\d+)/(\d+)", header)
+    if match is None:
+        raise Garbled(f"{path}: {answer.host} did not say which range it sent; {PROXY}")
+    return Part(int(match[1]), int(match[2]) + 1, int(match[3]))
 
 
 def version_of(answer: Answer) -> str:
@@ -97,106 +178,44 @@ def version_of(answer: Answer) -> str:
     return etag.removeprefix("W/").strip('"')
 
 
-def explain_status(path: str, answer: Answer) -> Exception:
-    """Our own error for a request that a server refuses."""
-    answered = f"HTTP {answer.status} from {answer.host}"
-    if answer.status in (404, 410):
-        return FileNotFoundError(f"{path}: no such file ({answered}); check the address")
-    if answer.status in (401, 403):
-        return PermissionError(
-            f"{path}: access denied ({answered}); data must be readable without a password: download it, or "
-            f"name a public address"
+def _check_version(file: File, part: Part, answer: Answer) -> None:
+    """Changed if an answer is of another version of a file."""
+    etag = version_of(answer)
+    # where a redirect ended, the other server has an ETag of its own
+    is_of_first = "X-Linked-Etag" in answer.first or answer.address == file.address
+    is_comparable = is_of_first or not file.linked
+    is_known = etag != "" and file.etag != ""
+    is_same = etag == file.etag or not is_known or not is_comparable
+    if part.size != file.size or not is_same:
+        raise Changed(
+            f"{file.path}: it has changed since this run began (from {file.size:,} bytes with ETag "
+            f"{file.etag or 'unknown'} to {part.size:,} bytes with ETag {etag or 'unknown'}); {ADVICE}"
         )
-    return OSError(f"{path}: the request was refused ({answered}); check the address")
 
 
-class Reader:
-    """Reads pinned files of one kind of server. A subclass explains its own answers."""
-
-    @staticmethod
-    def explain(path: str, answer: Answer) -> Exception:
-        """The error for an answer that is not a success."""
-        return explain_status(path, answer)
-
-    def read(self, file: File, begin: int, end: int) -> bytes:
-        """Bytes begin .. end - 1 of a file, by several requests at once. FileNotFoundError if it no
-        longer exists, Changed if it is another version, OSError if the server does not send it."""
-        starts = range(begin, end, REQUEST_BYTES)
-        if len(starts) == 1 and threading.current_thread().name == "each":
-            return self._read_piece(file, begin, end)  # whoever waits for this thread polls
-
-        def read_piece(at: int) -> bytes:
-            return self._read_piece(file, at, min(at + REQUEST_BYTES, end))
-
-        return b"".join(each(read_piece, starts, at_once=8, poll=poll))
-
-    def _read_piece(self, file: File, begin: int, end: int) -> bytes:
-        """`read` by one request, which is repeated if the answer does not fit it."""
-        headers = {"Range": f"bytes={begin}-{end - 1}", "Accept-Encoding": "identity"}
-        for attempt in range(TRIES):
-            answer = get(file.path, file.address, headers, key=file.key, most=end - begin)
-            try:
-                return self._check(file, begin, end, answer)
-            except Garbled:
-                if attempt == TRIES - 1:
-                    raise
-            pause(RETRY_S)
-        raise AssertionError
-
-    def _check(self, file: File, begin: int, end: int, answer: Answer) -> bytes:
-        """The body of an answer with a range. Raises what `read` raises, and Garbled."""
-        if answer.status == 416:
-            raise Changed(f"{file.path}: it is shorter than when this run began; {ADVICE}")
-        if answer.status == 200:
-            body, found = answer.body, (0, len(answer.body), len(answer.body))
-            if (begin, end) != (0, file.size) or not body:
-                raise OSError(
-                    f"{file.path}: {answer.host} does not send ranges of files; download it first"
-                )
-        elif answer.status == 206:
-            body, found = answer.body, parse_range(answer)
-        else:
-            raise self.explain(file.path, answer)
-        etag = version_of(answer)
-        is_other_etag = bool(etag and file.etag) and etag != file.etag
-        # where a redirect ended, the other server has an ETag of its own
-        says_it = "X-Linked-Etag" in answer.first or answer.address == file.address
-        is_comparable = says_it or not file.linked
-        if found[2] != file.size or (is_other_etag and is_comparable):
-            raise Changed(
-                f"{file.path}: it has changed since this run began (from {file.size:,} bytes with ETag "
-                f"{file.etag or 'unknown'} to {found[2]:,} bytes with ETag {etag or 'unknown'}); {ADVICE}"
-            )
-        if found[:2] != (begin, end) or len(body) != end - begin:
-            raise Garbled(
-                f"{file.path}: {answer.host} sent {len(body):,} bytes from {found[0]:,}, but "
-                f"{end - begin:,} bytes from {begin:,} were requested; bypass the proxy that changes "
-                f"requests between this machine and the server"
-            )
-        return body
-
-    def read_footer(self, file: File) -> bytes:
-        """The end of a parquet file, from its footer on; its last bytes if it is none."""
-        tail = self.read(file, max(0, file.size - FOOTER_BYTES), file.size)
-        if len(tail) < FOOTER_END or not tail.endswith(MAGIC):
-            return tail
-        length = int.from_bytes(tail[-FOOTER_END : -len(MAGIC)], "little") + FOOTER_END
-        if length > file.size:
-            return tail
-        missing = length - len(tail)
-        if missing > 0:
-            begin = file.size - length
-            tail = self.read(file, begin, begin + missing) + tail
-        return tail[-length:]
+def _check_part(file: File, part: Part, answer: Answer, begin: int, end: int) -> None:
+    """Garbled unless an answer holds bytes begin .. end - 1."""
+    length = len(answer.body)
+    if (part.begin, part.end) != (begin, end) or length != end - begin:
+        raise Garbled(
+            f"{file.path}: {answer.host} sent {length:,} bytes from {part.begin:,}, but {end - begin:,} bytes "
+            f"from {begin:,} were requested; {PROXY}"
+        )
 
 
-def parse_range(answer: Answer) -> tuple[int, int, int]:
-    """(begin, end, size of the file) of an answer with a range. Garbled if it does not say them."""
-    header = answer.headers.get("Content-Range", "")
-    match = re.fullmatch(r"bytes (\d+)-(\d+)/(\d+)", header)
-    if match is None:
-        raise Garbled(f"{answer.host} did not say which range it sent")
-    return int(match[1]), int(match[2]) + 1, int(match[3])
+def read_footer(file: File) -> bytes:
+    """The end of a parquet file, from its footer on; its last bytes if it is none."""
+    tail = read_range(file, max(0, file.size - FOOTER_BYTES), file.size)
+    if len(tail) < FOOTER_END or not tail.endswith(MAGIC):
+        return tail
+    length = int.from_bytes(tail[-FOOTER_END : -len(MAGIC)], "little") + FOOTER_END
+    if length > file.size:
+        return tail
+    missing = length - len(tail)
+    if missing > 0:
+        begin = file.size - length
+        tail = read_range(file, begin, begin + missing) + tail
+    return tail[-length:]
 
 
 # ---- paths ---------------------------------------------------------------------------------------
@@ -216,8 +235,6 @@ os.register_at_fork(after_in_child=_cache_of.cache_clear)
 
 class RangePath(Remote):
     """A path whose files are read in ranges. A subclass finds the files."""
-
-    reader = Reader()
 
     def find(self) -> File | None:
         """The file at this path, in its first state of this launch. None if there is none."""
@@ -262,7 +279,7 @@ class RangePath(Remote):
             return _footers[name]
         if text_suffix(file.path) != ".parquet" or file.size <= FOOTER_END:
             return None
-        footer = self._cache().read(name, lambda: self.reader.read_footer(file))
+        footer = self._cache().read(name, lambda: read_footer(file))
         if len(_footers) * len(footer) < FOOTERS_BYTES:
             _footers[name] = footer
         return footer
@@ -280,7 +297,7 @@ class RangePath(Remote):
 
     def _entry(self, file: File, begin: int, end: int) -> tuple[str, Callable[[], bytes]]:
         """The name of a range in the cache, and what fetches it."""
-        return f"{file.name}-{begin}-{end}", partial(self.reader.read, file, begin, end)
+        return f"{file.name}-{begin}-{end}", partial(read_range, file, begin, end)
 
     def _cache(self) -> RangeCache:
         return _cache_of(os.environ.get("NANOCHAT_BASE_DIR", ""), Remote.cache_bytes)
@@ -305,7 +322,7 @@ class RangePath(Remote):
         """The bytes of a file, in order."""
         span = 8 * REQUEST_BYTES
         for begin in range(0, file.size, span):
-            yield self.reader.read(file, begin, min(begin + span, file.size))
+            yield read_range(file, begin, min(begin + span, file.size))
 
     @staticmethod
     def forget() -> None:
@@ -392,7 +409,7 @@ def find_file(path: str) -> File | None:
         return None
     length = answer.headers.get("Content-Length", "")
     if answer.status == 206:
-        size = parse_range(answer)[2]
+        size = parse_range(path, answer).size
     elif answer.status == 416:  # an empty file
         size = 0
     elif answer.status == 200 and length.isdecimal():

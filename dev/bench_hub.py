@@ -162,10 +162,12 @@ def bench_waits(args: argparse.Namespace, tokenizer: RustBPETokenizer, base: Pat
             waits = step_waits_ms(tokenizer, path)
         shutil.rmtree(base / "data_cache", ignore_errors=True)
         longest = max(waits)
+        step = waits.index(longest) + 1
         number = sum(wait > 5 for wait in waits)
         total = sum(waits)
         print(
-            f"  {name}: {number} of {STEPS} steps wait more than 5 ms; longest {longest:.0f} ms, total {total:.0f} ms",
+            f"  {name}: {number} of {STEPS} steps wait more than 5 ms; longest {longest:.0f} ms (step {step}), "
+            f"total {total:.0f} ms",
             flush=True,
         )
         result[name] = {"waiting_steps": number, "longest_ms": longest, "total_ms": total}

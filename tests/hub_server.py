@@ -42,7 +42,7 @@ class Fault:
     times: int = 1
     status: int = 0  # answer with this status
     code: str = ""  # and this X-Error-Code
-    retry_after: str = ""
+    headers: dict[str, str] = field(default_factory=dict)
     cut: int = -1  # close the connection after this many bytes of the body
 
 
@@ -157,7 +157,7 @@ class Handler(BaseHTTPRequestHandler):
         found = self.answer(unquote(parts.path), parse_qs(parts.query))
         if fault.status:
             found = error(fault.status, fault.code)
-            found.headers["Retry-After"] = fault.retry_after
+            found.headers |= fault.headers
         found = in_range(found, span)
         self.hub.wait_for_line(len(found.body))
         self.send_response_only(found.status)

@@ -186,7 +186,11 @@ def _ask_once(
 
 
 def retry_after(answer: Answer) -> float:
-    """The seconds for which a server asks to wait; 0 if it does not."""
+    """The seconds for which a server asks to wait; 0 if it does not. The Hub says in RateLimit when
+    its limit starts over, as in "resolvers";r=0;t=55."""
+    limit = re.search(r";\s*t=(\d{1,6})\b", answer.headers.get("RateLimit", ""))
+    if answer.status == 429 and limit:
+        return float(limit[1])
     value = answer.headers.get("Retry-After", "")
     if re.fullmatch(r"\d{1,6}", value):
         return float(value)
@@ -227,7 +231,10 @@ def get(
                 f"{path}: nothing from {host} for {waited_s:.0f} s ({problem}); check the network, then "
                 f"restart: a run resumes from its last checkpoint"
             )
-        _warn_of_wait(path, host, problem, waited_s)
+        if waited_s + wait_s > 1:
+            _warn_of_wait(
+                f"{path}: {host} sends nothing ({problem}); next attempt in {wait_s:.0f} s"
+            )
         pause(wait_s)
         pause_s *= 2
 
@@ -254,12 +261,12 @@ def _ask_where_it_moved(address: str, headers: Mapping[str, str], key: Key, most
     return answer
 
 
-def _warn_of_wait(path: str, host: str, problem: str, waited_s: float) -> None:
-    """Warn about a request that waits, once for all of them."""
+def _warn_of_wait(sentence: str) -> None:
+    """Warn about a request that waits, from time to time, once for all of them."""
     now = time.monotonic()
-    if waited_s > 1 and now - _last_warning[0] > PATIENCE.log_every_s:
+    if now - _last_warning[0] > PATIENCE.log_every_s:
         _last_warning[0] = now
-        log.warning("%s: waiting for %s (%s, %.0f s)", path, host, problem, waited_s)
+        log.warning("%s", sentence)
 
 
 def poll() -> None:

@@ -2,6 +2,7 @@
 and one clear sentence for each failure. The server is on this machine (tests/hub_server.py)."""
 
 import logging
+import math
 import os
 import shutil
 from functools import partial
@@ -25,7 +26,7 @@ from tests.toy import write_jsonl
 from tests.training import die_after_step, final, refuse, run_dir, state_of, succeed
 
 SET = "hf://datasets/own/set"
-RUN = {**training.SMALL, "num_iterations": 4, "save_every": 2}
+RUN = {**training.SMALL, "num_iterations": 4, "save_every": 2, "leaves": 2}
 QUICK = web_client.Patience(
     connect_s=1.0, silence_s=2.0, first_answer_s=0.5, give_up_s=5.0, first_pause_s=0.01
 )
@@ -112,6 +113,8 @@ def test_a_run_from_the_hub_has_the_rows_and_weights_of_a_downloaded_copy(hub, m
 def test_so_has_a_run_of_two_processes(hub, made):
     training.finish(2, **RUN, data_path=SET)
     assert training.digests() == made.digests
+    end = state_of(final())
+    assert (end["model"], end["optimizer"]) == (made.end["model"], made.end["optimizer"])
 
 
 def newer(files):
@@ -359,7 +362,7 @@ def test_a_receipt_of_a_run_from_the_hub_hashes_nothing_and_holds_for_a_copy(hub
 @pytest.mark.parametrize(
     "fault",
     [
-        Fault(name="resolve", status=429, retry_after="0", times=3),
+        Fault(name="resolve", status=429, headers={"Retry-After": "0"}, times=3),
         Fault(name="signature", status=503, times=3),
         Fault(name="signature", cut=10, times=3),
         Fault(name="tree", status=500, times=2),
@@ -373,16 +376,18 @@ def test_a_temporary_failure_changes_nothing(hub, fault):
     assert manifest_of(SET) == wanted and fault.times == 0
 
 
-def test_a_busy_server_is_asked_again_when_it_says(hub, monkeypatch):
+@pytest.mark.parametrize("header", [{"Retry-After": "3"}, {"RateLimit": '"api";r=0;t=3'}])
+def test_a_busy_server_is_asked_again_when_it_says(hub, monkeypatch, caplog, header):
     pauses = []
     monkeypatch.setattr(web_client, "pause", pauses.append)
-    hub.faults.append(Fault(name="revision", status=429, retry_after="3"))
+    monkeypatch.setattr(web_client, "_last_warning", [-math.inf])
+    hub.faults.append(Fault(name="revision", status=429, headers=header))
     manifest_of(SET)
-    assert pauses == [3]
+    assert pauses == [3] and "(HTTP 429); next attempt in 3 s" in caplog.text
 
 
 def test_a_stop_ends_a_wait(hub):
-    hub.faults.append(Fault(status=429, retry_after="4", times=9))
+    hub.faults.append(Fault(status=429, headers={"Retry-After": "4"}, times=9))
     with stops_if(lambda: "SIGTERM"), pytest.raises(Stop, match="SIGTERM"):
         manifest_of(SET)
 

@@ -35,7 +35,7 @@ from typing import Any, get_args, get_type_hints
 from nanochat.attention import KERNELS, MODES
 from nanochat.checkpoint import SaveSettings
 from nanochat.cli import Decides, Parser, check_bounds, setting, value_of
-from nanochat.common import check_shape, open_door, parse_json
+from nanochat.common import DATA_CACHE_GB, check_shape, open_door, parse_json
 from nanochat.curriculum import Curriculum, CurriculumSettings, load
 from nanochat.files import DATASET_NAME, FORMATS
 from nanochat.gpt import ASPECT_RATIO, HEAD_DIM, GPTConfig
@@ -195,8 +195,15 @@ class DataSettings:
 
     data_path: str | None = setting(
         None,
-        "data folder, local or in object storage; token files may also be named by paths without .bin, "
+        "data folder, local, in object storage or on the Hub (hf://datasets/OWNER/NAME[@REVISION][/FOLDER]); URLs of "
+        "parquet files, separated by commas or listed in a text file; or paths of token files without .bin, "
         f"separated by commas (default: the downloaded {DATASET_NAME} data set)",
+    )
+    data_cache: float = setting(
+        DATA_CACHE_GB,
+        "GB on disk for data fetched from the Hub or a web server, so that it is not fetched again",
+        metavar="GB",
+        above=0,
     )
     val_path: str | None = setting(
         None,

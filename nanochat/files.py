@@ -26,7 +26,7 @@ import errno
 import logging
 import os
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePath
@@ -38,11 +38,13 @@ from nanochat.common import (
     Remote,
     as_path,
     counted,
+    each,
     few,
     get_base_dir,
     local_copy,
     make_local_copies,
     read_json,
+    refuse_secrets,
     storage_of,
 )
 from nanochat.text import SUFFIXES, text_suffix
@@ -58,6 +60,7 @@ GET_DATA = (
     "download data with python -m nanochat.dataset -n 8, make a sample from files on this machine with python "
     "-m dev.make_sample_corpus, or point --data-path at yours"
 )
+LIST_BYTES = 64 << 20  # the largest text file that may list addresses
 BUCKET = "data"  # the name of the bucket if there is only one
 
 COULD_BE_DATA = re.compile(
@@ -228,11 +231,15 @@ class DataPath:
 
 
 def data_at(path: AnyPath | str) -> DataPath:
-    """What a --data-path names: a folder, a file, or token files without their suffixes, separated
-    by commas. FileNotFoundError or ValueError for a list of which some files do not exist."""
+    """What a --data-path names: a folder, a file, token files without their suffixes, separated by
+    commas, or remote text files, separated by commas or listed in a text file. FileNotFoundError or
+    ValueError for a list of which some files do not exist."""
     place = as_path(path)
     parts = str(path).split(",")
-    is_list_of_objects = len(parts) > 1 and all(map(storage_of, parts))
+    listed = _listed_in(place) or parts
+    is_list_of_objects = len(listed) > 1 and all(map(storage_of, listed))
+    if is_list_of_objects and all(map(text_suffix, listed)):
+        return _listed_files(str(path), listed)
     if not is_list_of_objects and exists(place):
         is_single = not place.is_dir()
         return DataPath(
@@ -243,9 +250,49 @@ def data_at(path: AnyPath | str) -> DataPath:
     files = find_prefixes(str(path))
     if not files:
         return DataPath(str(place), place)
+    return DataPath(str(path), _common_folder(files), tuple(files), are_prefixes=True)
+
+
+def _common_folder(files: Sequence[AnyPath]) -> AnyPath:
+    """The folder that contains all files."""
     folders = [file.parent for file in files]
-    folder = as_path(os.path.commonpath(folders)) if len(folders) > 1 else folders[0]
-    return DataPath(str(path), folder, tuple(files), are_prefixes=True)
+    return as_path(os.path.commonpath(folders)) if len(folders) > 1 else folders[0]
+
+
+def _listed_in(place: AnyPath) -> list[str]:
+    """The addresses that a text file lists, one per line; [] if it holds anything else. ValueError
+    for an address that may hold a secret, or that names no text file."""
+    if isinstance(place, Remote) or place.suffix.lower() not in ("", ".txt", ".list"):
+        return []
+    if not is_file(place) or place.stat().st_size > LIST_BYTES:
+        return []
+    listed = []
+    for number, line in enumerate(place.read_bytes().splitlines(), start=1):
+        word = line.decode(errors="replace").strip()
+        if not word or word.startswith("#"):
+            continue
+        if not storage_of(word) or "://" not in word:
+            return []
+        refuse_secrets(word)
+        if not text_suffix(word):
+            raise ValueError(
+                f"{place}: line {number}: {word} is not the address of a {', '.join(SUFFIXES)} file; list one "
+                f"file per line"
+            )
+        listed.append(word)
+    return listed
+
+
+def _listed_files(text: str, listed: Sequence[str]) -> DataPath:
+    """Text files that a --data-path lists. FileNotFoundError names one that does not exist,
+    ValueError one that is listed twice."""
+    files = [as_path(path) for path in listed]
+    for file, times in Counter(files).items():
+        if times > 1:
+            raise ValueError(f"{file}: --data-path lists it twice; list each file once")
+    for _ in each(lambda file: file.stat(), files, at_once=64):
+        pass
+    return DataPath(text, _common_folder(files), tuple(files))
 
 
 class Listing(NamedTuple):

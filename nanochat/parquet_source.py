@@ -19,7 +19,7 @@ from itertools import pairwise
 import numpy as np
 import pyarrow as pa
 
-from nanochat.common import AnyPath, counted, etag_of, hash_bytes
+from nanochat.common import AnyPath, Remote, counted, etag_of, hash_bytes
 from nanochat.pins import Manifest, Pin
 from nanochat.prepare import FILE, LINE
 from nanochat.rows import Document
@@ -36,6 +36,8 @@ from nanochat.text import (
 )
 from nanochat.text_kinds import is_empty_text
 from nanochat.tokenizer import CannotEncode, Tokenizer
+
+GROUPS_AHEAD = 3  # the group that a lane reads now, and those after it
 
 
 class KeptUnits:
@@ -75,6 +77,7 @@ class ParquetSource(Source):
         self._spills = Spills()
         self._text_bytes = functools.cache(self._read_text_bytes)
         self._origins = functools.lru_cache(64)(self._read_origins)
+        self.ahead = GROUPS_AHEAD if any(isinstance(path, Remote) for path in self.paths) else 0
 
     @staticmethod
     def scan_file(path: AnyPath, name: str, text_field: str) -> Pin:
@@ -135,6 +138,14 @@ class ParquetSource(Source):
             ) from None
         # a copy of each: a view would keep the ids of all in memory
         return [Document(ids[begin:end].copy()) for begin, end in pairwise(edges.tolist())]
+
+    def expect(self, groups: Sequence[int]) -> None:
+        """See `Source.expect`."""
+        for distance, group in enumerate(groups):
+            file, number = self.file_of(group)
+            path = self.paths[file]
+            if isinstance(path, Remote):
+                path.read_soon(number, self.field, distance)
 
     def texts(self, group: int) -> Iterator[str]:
         num_documents = int(self.groups[group])

@@ -208,7 +208,7 @@ class Run(Start):
 def command(settings: Settings, world_size: int, device_type: str) -> tuple[Settings, Tokenizer]:
     """(settings, tokenizer): the settings of a command line, completed with those that follow from
     this machine. ValueError and FileNotFoundError for settings that cannot work here."""
-    begin_launch()
+    begin_launch(settings.data_cache)
     data_path = os.path.expanduser(as_path(settings.data_path or default_data_path()))
     tokenizer = find_tokenizer(settings, data_path)
     if settings.data_format == "text" or settings.core_metric_every > 0:
@@ -506,7 +506,7 @@ def open_run(run_dir: Path) -> tuple[RunData, Any, Settings]:
     disk are compared with their pins first. FileNotFoundError if the run has pinned no files."""
     settings = Settings.from_json(read_config(run_dir))
     manifests = read_manifests(run_dir / DATA_MANIFEST)
-    begin_launch()
+    begin_launch(settings.data_cache)
     if not manifests:
         raise FileNotFoundError(
             f"{run_dir / DATA_MANIFEST}: missing, so this run has read no data; start it first"

@@ -25,6 +25,9 @@ PARTS = {
     ],
     "SINKS, without trackers": ["nanochat.integrations.trackers"],
     "STORAGE, without object storage": ["nanochat.integrations.object_storage"],
+    "STORAGE, without the Hub and the web": [
+        f"nanochat.integrations.{name}" for name in ("hub", "web", "web_client", "range_cache")
+    ],
     "all integrations": [f"nanochat.integrations.{name}" for name in INTEGRATIONS],
 }
 
@@ -109,6 +112,7 @@ WORDS = {
     "obstore": set(),
     "s3://": {"common"},
     "msc:": set(),
+    "urllib3": set(),
     "sentencepiece": set(),
 }
 

@@ -91,6 +91,9 @@ def _print_settings(start: Start, typed: Sequence[str]) -> None:
     settings.pop("fork", None)  # a line of its own says it in words
     named = [f"{flag(name)}={short(str(settings[name]))}" for name in settings if name in typed]
     derived = {**settings, **derive(start.settings, start.horizon)}
+    for name in [name for name in derived if name.startswith("params_")]:
+        if name != "params_total":
+            del derived[name]  # config.json has them
     found = [f"{name} {short(show(value))}" for name, value in derived.items() if name not in typed]
     _print_wrapped("set", " ".join(named))
     _print_wrapped("worked out", ", ".join(found))

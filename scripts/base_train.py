@@ -237,10 +237,7 @@ def loop(run: Run, training: Training, guard: Guard, journal: Journal, saves: Sa
     is_final_saved = False
     try:
         print0("start: packing the first step")
-        print0(
-            "start: lines of steps show the smoothed loss, the learning rates (x1: their peaks),"
-        )
-        print0("  the gradient's norm, time, speed, and the wait for data if it is noticeable")
+        print0("start: steps show the smoothed loss, rates (x1: peak), norm of the gradient, time")
         training.check_next_step(run)
         guard.stop_if_asked()  # during the set-up
         while True:

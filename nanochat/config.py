@@ -523,7 +523,16 @@ REMOVED = frozenset(
     }
 )
 # settings that describe how one run begins, which a fork does not take from its parent
-OF_ONE_RUN = ("model_tag", "resume", "force", "fork_from", "fork", "init_from", "skip_steps")
+OF_ONE_RUN = (
+    "model_tag",
+    "resume",
+    "force",
+    "fork_from",
+    "fork",
+    "init_from",
+    "skip_steps",
+    "mirror_to",
+)
 ELSEWHERE = {  # flags of other programs and of older versions
     "--log-every": "omit it; every step is printed",
     **dict.fromkeys(

@@ -1,0 +1,782 @@
+"""The mirror of a run, --mirror-to: a copy of what a resume needs, in another place, from which the
+same command resumes the run on an empty machine.
+
+    RUN/                                      MIRROR/
+      checkpoints/checkpoint-100/*              pieces/9f3c.., 07ab..       contents, named by their checksums
+      logs/train.jsonl, rows/, cursors/         marks/00000100-...json      {file of RUN: its pieces}
+      config.json, tokenizer/, ...              owner.json                  see nanochat/mirror_owner.py
+
+**Copying.** After each save, a thread copies the pieces that the mirror lacks, and then writes a
+mark, which lists every file of the run at that save. A checkpoint's file is one piece, named by the
+checksum in its seal; other files are cut every megabyte, so of a growing log only the last piece
+changes. No piece is ever replaced, so neither a crash nor a launch that has lost the mirror can
+damage what a mark lists. Training never waits: if the next saves come before a copy has ended, the
+newest of them is copied next. Its files are opened at once, so retention may delete them meanwhile.
+
+    step      100 ......... 200 ......... 300 ......... 400
+    thread      | copy 100, mark              | copy 300, mark     (200 is left out)
+
+**Fetching.** `fetch` runs before the launch looks at the run directory. It takes the newest mark
+whose pieces all have their checksums. A checkpoint that this machine lacks is fetched if it is
+newer than all of its own; lines of the log that it lacks are appended. No local file is replaced.
+
+**Retention** is that of the run directory: marks of deleted checkpoints are deleted, and then the
+pieces that no mark lists.
+
+Rejected: a plain copy of the run directory. An interrupted copy of a checkpoint, or one by a launch
+that was suspended and has lost the mirror, would damage the copy that exists.
+"""
+
+import contextlib
+import hashlib
+import io
+import json
+import logging
+import os
+import threading
+import time
+import uuid
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path, PurePosixPath
+from typing import Any, BinaryIO, NamedTuple, TypeVar
+
+import numpy as np
+from tqdm import tqdm
+
+from nanochat.checkpoint import (
+    STATE_NAME,
+    TIMED_KEPT,
+    first_good,
+    list_checkpoints,
+    read_seal,
+)
+from nanochat.common import (
+    check_stop,
+    duration,
+    each,
+    get_base_dir,
+    hash_bytes,
+    hash_json,
+    is_remote,
+    parse_json,
+    print0,
+    write_bytes,
+)
+from nanochat.config import Settings, resume_settings
+from nanochat.mirror_owner import Lease, claim_mirror
+from nanochat.mirror_store import Store, as_file, open_store
+from nanochat.pins import DATA_MANIFEST
+from nanochat.run_dir import (
+    CONFIG_NAME,
+    PLAN_NAME,
+    delete_checkpoint,
+    is_run_dir,
+    open_regular,
+    remove_tree,
+)
+from nanochat.run_owner import last_owner
+from nanochat.run_state import MIRROR_NAME, PROCESS, read_mirror_state, replace_state
+from nanochat.steps import Mirror
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+FORMAT_VERSION = 1
+PIECE_BYTES = 1 << 20  # of a file that may grow
+RETRY_S = 5.0  # after a copy that failed; twice as long after each further one
+LONGEST_RETRY_S = 300.0
+HURRY_S = 1.0  # instead, when the launch ends
+LOG_NAME = "logs/train.jsonl"
+# besides the checkpoint: what a resume needs, or readers
+RECORDS = (CONFIG_NAME, DATA_MANIFEST, PLAN_NAME, "tokenizer/*", LOG_NAME, "logs/*/*")
+
+
+# ---- marks ---------------------------------------------------------------------------------------
+
+
+class Piece(NamedTuple):
+    """Some bytes of the mirror."""
+
+    blake2b: str
+    bytes: int
+
+
+class Mark(NamedTuple):
+    """What the mirror holds of a run at one save."""
+
+    run: str  # names the run, see `Lease`
+    name: str  # of its folder
+    checkpoint: str
+    step: int
+    kept: bool  # never deleted
+    by_time: bool  # saved by the 30-minute timer
+    files: dict[str, list[Piece]]
+
+    def encode(self) -> bytes:
+        value = {"format_version": FORMAT_VERSION, **self._asdict()}
+        return json.dumps({**value, "checksum": hash_json(value)}).encode()
+
+    @property
+    def order(self) -> tuple[int, bool]:
+        """Newest last."""
+        return self.step, self.checkpoint == "final"
+
+    @property
+    def pieces(self) -> set[Piece]:
+        return {piece for pieces in self.files.values() for piece in pieces}
+
+    @property
+    def of_checkpoint(self) -> dict[str, list[Piece]]:
+        """Those of its files that are in the checkpoint."""
+        return {name: self.files[name] for name in self.files if name.startswith("checkpoints/")}
+
+    @property
+    def seal(self) -> list[Piece]:
+        return self.files.get(f"checkpoints/{self.checkpoint}/{STATE_NAME}", [])
+
+
+MARK = {
+    "format_version": int,
+    "run": str,
+    "name": str,
+    "checkpoint": str,
+    "step": int,
+    "kept": bool,
+    "by_time": bool,
+    "files": dict,
+    "checksum": str,
+}
+
+
+def read_mark(store: Store, name: str) -> Mark:
+    """A mark of the mirror. ValueError or FileNotFoundError if it is corrupt or gone."""
+    where = f"{store.where}: marks/{name}"
+    value = parse_json(store.read(f"marks/{name}").content, where, MARK)
+    checksum = value.pop("checksum")
+    if hash_json(value) != checksum:
+        raise ValueError(f"{where}: corrupt (its content does not match the checksum in it)")
+    if value.pop("format_version") != FORMAT_VERSION:
+        raise ValueError(f"{where}: written by another version of this code; use that one")
+    files: dict[str, list[Piece]] = {}
+    for path, pieces in value["files"].items():
+        if path.startswith("/") or ".." in PurePosixPath(path).parts:
+            raise ValueError(f"{where}: not written by this program ({path!r} is outside the run)")
+        files[path] = [Piece(*piece) for piece in pieces]
+    if CONFIG_NAME not in files:
+        raise ValueError(f"{where}: it lists no {CONFIG_NAME}, so the run cannot be resumed")
+    return Mark(**{**value, "files": files})
+
+
+# ---- the mirror of a launch ----------------------------------------------------------------------
+
+
+class Job(NamedTuple):
+    """A checkpoint to copy. Its files stay readable after they have been deleted."""
+
+    checkpoint: str
+    seal: dict[str, Any]
+    files: dict[str, tuple[Piece, BinaryIO]]
+
+    def close(self) -> None:
+        for _, file in self.files.values():
+            file.close()
+
+
+def open_job(path: Path) -> Job:
+    """Open the files of a checkpoint. OSError or ValueError if it is gone or corrupt."""
+    seal = read_seal(path)
+    raw = (path / STATE_NAME).read_bytes()
+    files: dict[str, tuple[Piece, BinaryIO]] = {}
+    job = Job(path.name, seal, files)
+    try:
+        for name, record in seal["files"].items():
+            piece = Piece(record["blake2b"], record["bytes"])
+            files[name] = piece, open_regular(path / name, os.O_RDONLY)
+    except OSError:
+        job.close()
+        raise
+    files[STATE_NAME] = Piece(hash_bytes(raw), len(raw)), as_file(raw)
+    return job
+
+
+class RunMirror(Mirror):
+    """The mirror of a run, on rank 0 of a launch that owns both.
+
+    `fetch` and the methods of a sink are called by the main thread; `_work` is the thread that
+    copies. They share what `_changed` guards.
+    """
+
+    def __init__(self, settings: Settings, run_dir: Path) -> None:
+        """Own the mirror. ValueError, OSError or Stop if that is not possible."""
+        assert settings.mirror_to is not None
+        self.settings = settings
+        self.run_dir = run_dir
+        check_place(settings.mirror_to)
+        self.store = open_store(settings.mirror_to)
+        self.lease: Lease = claim_mirror(self.store, run_dir.name, last_process(run_dir))
+        self.pieces = self.store.names("pieces")  # {blake2b: bytes} of those that are there
+        self.marks = self._read_marks()
+        self._hashed: dict[Path, tuple[tuple[int, int], list[Piece]]] = {}
+        self._thread: threading.Thread | None = None
+        self._changed = threading.Condition()
+        self._pending: Job | None = None
+        self._busy = False
+        self._hurry = False  # the launch ends: try again at once
+        self._over = False
+        self._end_by: float | None = None
+        self._news: list[tuple[str, dict[str, Any]]] = []
+        self._problem = ""
+        known = read_mirror_state(run_dir)
+        self.run = known["run"] if known else uuid.uuid4().hex
+        newest = next(iter(self.marks.values()), None)
+        if newest is not None:
+            try:
+                self._check_run(newest)
+            except ValueError:
+                self.lease.give_back()
+                raise
+            self.run = newest.run
+        self._state: dict[str, Any] = {
+            "mirror": self.store.where.removeprefix("--mirror-to="),
+            "run": self.run,
+            "checkpoint": newest and newest.checkpoint,
+            "step": newest and newest.step,
+            "copied": None,
+            "pending": None,
+            "bytes_left": 0,
+            "problem": "",
+        }
+
+    def _read_marks(self) -> dict[str, Mark]:
+        """{name: mark} of all good marks, newest first. A corrupt one is named in a warning."""
+        marks = {}
+
+        def read(name: str) -> Mark | None:
+            try:
+                return read_mark(self.store, name)
+            except (ValueError, FileNotFoundError) as e:
+                log.warning("%s is skipped: %s", name, e)
+                return None
+
+        names = sorted(self.store.names("marks"))
+        for name, mark in zip(names, each(read, names, at_once=8, poll=check_stop)):
+            if mark is not None:
+                marks[name] = mark
+        return dict(sorted(marks.items(), key=lambda item: item[1].order, reverse=True))
+
+    def _check_run(self, newest: Mark) -> None:
+        """ValueError if the mirror, which has this mark, holds another run than this directory."""
+        where = self.store.where
+        if newest.name != self.run_dir.name:
+            raise ValueError(
+                f"{where}: it holds the run {newest.name}, not {self.run_dir.name}; name another place for the "
+                f"mirror of this run"
+            )
+        if self.settings.resume == "scratch":
+            raise ValueError(
+                f"{where}: it holds this run, which --resume=scratch would start over; name another place for the "
+                f"mirror of the new run"
+            )
+        if is_run_dir(self.run_dir) and self.run != newest.run:
+            raise ValueError(
+                f"{where}: it holds a run {newest.name} that began elsewhere, and {self.run_dir} is not a copy of "
+                f"it; rename that folder, or name another place for the mirror of this run"
+            )
+
+    def lost(self) -> str:
+        return self.lease.lost
+
+    def release(self) -> None:
+        """Give up the mirror, when the launch ends."""
+        with self._changed:
+            self._over = True
+            self._changed.notify_all()
+        self.lease.give_back()
+
+    # ---- fetching
+
+    def fetch(self) -> None:
+        """Bring the run directory up to the newest good mark, if it is older. Prints which is used.
+        ValueError if the mirror holds a run with other settings, or none of its marks is good."""
+        if not self.marks:
+            return
+        is_new = not is_run_dir(self.run_dir)
+        if is_new:
+            self._check_settings()
+        step = self._local_step()
+        marks = [mark for mark in self.marks.values() if mark.step > step]
+        self._first_good([*self.marks.values()], self._fetch_records)
+        if self.settings.resume != "auto":
+            return
+        if not marks:
+            print0(f"{self.store.where}: nothing in it is newer than step {step:,} here")
+            return
+        print0(
+            f"{self.store.where}: it has step {marks[0].step:,}, "
+            + ("and nothing is here" if step < 0 else f"which is newer than step {step:,} here")
+        )
+        self._first_good(marks, self._fetch_checkpoint, required=step < 0)
+
+    def _check_settings(self) -> None:
+        """ValueError if the mirror's run has other settings than the command."""
+        raw = self._first_good(
+            [*self.marks.values()], lambda mark: self._content(mark.files[CONFIG_NAME])
+        )
+        assert raw is not None
+        config = parse_json(raw, f"{self.store.where}: {CONFIG_NAME}", dict)
+        # settings that follow from the machine are compared later
+        own = ("vocab_size", "tokenizer_fingerprint")
+        given = replace(self.settings, **{name: config[name] for name in own if name in config})
+        try:
+            resume_settings(config, given, run_dir=self.run_dir)
+        except ValueError as e:
+            changes = [line for line in str(e).splitlines() if line.startswith("  ")]
+            listed = "\n".join(changes or [str(e)])
+            raise ValueError(
+                f"{self.store.where}: it holds a run that was started with different settings:\n{listed}\nuse "
+                f"those, or name another place for the mirror of this run"
+            ) from None
+
+    def _local_step(self) -> int:
+        """The step of the newest good checkpoint here, -1 if there is none."""
+        try:
+            checkpoint = first_good(list_checkpoints(self.run_dir))
+        except ValueError:  # the mirror may have a good one
+            return -1
+        return -1 if checkpoint is None else checkpoint.step
+
+    def _first_good(
+        self, marks: list[Mark], use: Callable[[Mark], T], *, required: bool = True
+    ) -> T | None:
+        """`use` of the first mark whose pieces are good; those before it are named in a warning.
+        ValueError if there is none and one is `required`."""
+        reasons = []
+        for mark in marks:
+            try:
+                return use(mark)
+            except (ValueError, FileNotFoundError, KeyError) as e:
+                log.warning("%s: %s is skipped: %s", self.store.where, mark.checkpoint, e)
+                reasons.append(str(e))
+        if required:
+            raise ValueError(f"{self.store.where}: nothing in it can be used: {'; '.join(reasons)}")
+        return None
+
+    def _content(self, pieces: list[Piece]) -> bytes:
+        """The content of a small file. ValueError or FileNotFoundError if a piece is corrupt or
+        missing."""
+        content = io.BytesIO()
+        for piece in pieces:
+            self._fetch_piece(piece, content)
+        return content.getvalue()
+
+    def _fetch_piece(self, piece: Piece, file: BinaryIO) -> None:
+        """Append a piece to a file. ValueError or FileNotFoundError if it is corrupt or missing."""
+        checksum = hashlib.blake2b(digest_size=16)
+        num_bytes = 0
+        for part in self.store.parts(f"pieces/{piece.blake2b}"):
+            check_stop()
+            file.write(part)
+            checksum.update(part)
+            num_bytes += len(part)
+        if Piece(checksum.hexdigest(), num_bytes) != piece:
+            raise ValueError(f"{self.store.where}: pieces/{piece.blake2b} is corrupt")
+
+    def _fetch_records(self, mark: Mark) -> None:
+        """Write the files of a mark besides its checkpoint that are missing here; config.json, which
+        makes the folder a run, last. Of the log, append what is missing."""
+        names = []
+        for name in mark.files.keys() - mark.of_checkpoint.keys() - {CONFIG_NAME}:
+            if self._is_missing(name, mark.files[name]):
+                names.append(name)
+        contents = [*each(lambda name: self._content(mark.files[name]), names, poll=check_stop)]
+        config = self._content(mark.files[CONFIG_NAME])
+        for name, content in zip(names, contents):
+            path = self.run_dir / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if name == LOG_NAME:
+                append_missing(path, content)
+            else:
+                write_bytes(path, content)
+        self._write_state()
+        if not (self.run_dir / CONFIG_NAME).exists():
+            write_bytes(self.run_dir / CONFIG_NAME, config)
+
+    def _is_missing(self, name: str, pieces: list[Piece]) -> bool:
+        """Whether a file of the mirror has something that is not here. Losses of rows have a fixed
+        place, so the longer file has all of them."""
+        path = self.run_dir / name
+        if not path.exists():
+            return True
+        if name.startswith("logs/rows/"):
+            return path.stat().st_size < sum(piece.bytes for piece in pieces)
+        if name != LOG_NAME:
+            return False
+        with open(path, "rb") as file:
+            return any(piece_of(file.read(piece.bytes)) != piece for piece in pieces)
+
+    def _fetch_checkpoint(self, mark: Mark) -> None:
+        """Write the checkpoint of a mark. A local one of that name is corrupt, or older than the
+        `final` of the mark, which has its own name then."""
+        folder = self.run_dir / "checkpoints"
+        folder.mkdir(exist_ok=True)
+        target = folder / mark.checkpoint
+        temporary = target.with_name(f".tmp-{target.name}-{os.getpid()}")
+        files = mark.of_checkpoint
+        total = sum(piece.bytes for pieces in files.values() for piece in pieces)
+        began = time.monotonic()
+        try:
+            with tqdm(
+                total=total,
+                desc=mark.checkpoint,
+                unit="B",
+                unit_scale=True,
+                leave=False,
+                disable=None,
+            ) as bar:
+                for name, pieces in files.items():
+                    path = temporary / PurePosixPath(name).relative_to(
+                        f"checkpoints/{mark.checkpoint}"
+                    )
+                    path.parent.mkdir(parents=True, exist_ok=True)
+                    with open(path, "xb") as file:
+                        for piece in pieces:
+                            self._fetch_piece(piece, file)
+                            bar.update(piece.bytes)
+                        file.flush()
+                        os.fsync(file.fileno())
+            self._make_way(target)
+            os.rename(temporary, target)
+        except BaseException:
+            if temporary.exists():
+                remove_tree(temporary)
+            raise
+        print0(
+            f"mirror: fetched {mark.checkpoint}, {total / 1e6:,.1f} MB in {time.monotonic() - began:.1f} s"
+        )
+
+    def _make_way(self, target: Path) -> None:
+        """Rename or delete the checkpoint that has the name of a newer one."""
+        if not os.path.lexists(target):
+            return
+        with contextlib.suppress(OSError, ValueError):
+            numbered = target.with_name(f"checkpoint-{read_seal(target)['step']}")
+            if numbered != target and not os.path.lexists(numbered):
+                os.rename(target, numbered)
+                return
+        delete_checkpoint(target)
+
+    # ---- what the launch reports
+
+    def event(self, name: str, step: int, record: dict[str, Any]) -> None:
+        if name == "started":
+            self._start()
+            self._give_newest()
+        elif name == "saved":
+            self._give(self.run_dir / "checkpoints" / record["checkpoint"])
+
+    def news(self) -> list[tuple[str, dict[str, Any]]]:
+        """(name, values) of the events since the last call."""
+        with self._changed:
+            news = self._news
+            self._news = []
+        return news
+
+    def ending(self, reason: str) -> None:
+        self._end_by = time.monotonic() + self.settings.walltime_reserve_seconds
+
+    def end(self, status: str, reason: str) -> None:
+        self.finish()
+
+    def close(self) -> None:
+        self.finish()
+
+    def finish(self) -> None:
+        """Copy what the mirror lacks, with the last lines of the log, within the time that is
+        reserved for the last save. Says what is left then."""
+        if self._over:
+            return
+        end_by = self._end_by or time.monotonic() + self.settings.walltime_reserve_seconds
+        self._start()
+        self._give_newest()
+        with self._changed:
+            self._hurry = True
+            self._changed.notify_all()
+            while self._has_work() and time.monotonic() < end_by and not self.lease.lost:
+                self._changed.wait(0.1)
+            is_left = self._has_work()
+            self._over = True
+            self._changed.notify_all()
+        if is_left and not self.lease.lost:
+            reason = f"; {self._problem}" if self._problem else ""
+            log.warning(
+                "%s: the end of the run is not copied yet (%.1f MB of %s are left%s); the same command on this "
+                "machine copies it",
+                self.store.where,
+                self._state["bytes_left"] / 1e6,
+                self._state["pending"],
+                reason,
+            )
+
+    def _has_work(self) -> bool:
+        return self._busy or self._pending is not None
+
+    # ---- the thread that copies
+
+    def _start(self) -> None:
+        if self._thread is None:
+            self._write_state()
+            self._thread = threading.Thread(target=self._work, name="mirror", daemon=True)
+            self._thread.start()
+
+    def _give_newest(self) -> None:
+        """Have the newest checkpoint copied, with what the log has by now, if there is one."""
+        newest = next(iter(list_checkpoints(self.run_dir)), None)
+        if newest is not None:
+            self._give(newest)
+
+    def _give(self, path: Path) -> None:
+        """Have a checkpoint copied, unless a newer one comes before the thread begins."""
+        try:
+            job = open_job(path)
+        except (OSError, ValueError) as e:
+            log.warning("%s: %s is not copied: %s", self.store.where, path.name, e)
+            return
+        with self._changed:
+            if self._pending is not None:
+                self._pending.close()
+            self._pending = job
+            self._changed.notify_all()
+
+    def _take(self) -> Job | None:
+        """The next checkpoint to copy; None if the launch is over."""
+        with self._changed:
+            self._busy = False
+            self._changed.notify_all()
+            while self._pending is None and not self._over:
+                self._changed.wait()
+            job = None if self._over else self._pending
+            self._pending = None
+            self._busy = job is not None
+        return job
+
+    def _work(self) -> None:
+        """Copy what is given until the launch is over."""
+        while (job := self._take()) is not None:
+            with contextlib.closing(job):
+                self._copy_until_done(job)
+
+    def _copy_until_done(self, job: Job) -> None:
+        """Copy a checkpoint, again and again after an error, unless a newer one is given."""
+        wait_s = RETRY_S
+        while not self._over and not self.lease.lost:
+            began = time.monotonic()
+            try:
+                num_bytes = self._copy(job)
+            except Exception as e:  # also a bug: a run does not end for its mirror
+                if not self._over:
+                    self._note_problem(job, e)
+            else:
+                self._note_copy(job, num_bytes, time.monotonic() - began)
+                return
+            with self._changed:
+                is_newer = self._changed.wait_for(
+                    lambda: self._over or self._hurry or self._pending is not None, wait_s
+                )
+            if is_newer and self._pending is not None:
+                return
+            if self._hurry:
+                time.sleep(HURRY_S)
+            wait_s = min(2 * wait_s, LONGEST_RETRY_S)
+
+    def _note_problem(self, job: Job, e: Exception) -> None:
+        """Warn of the first error in a row, and log it."""
+        reason = str(e) if isinstance(e, (OSError, ValueError)) else f"{type(e).__name__}: {e}"
+        if self.lease.lost:
+            return
+        with self._changed:
+            is_first = not self._problem
+            self._problem = reason
+            if is_first:
+                record = {"checkpoint": job.checkpoint, "reason": reason}
+                self._news.append(("mirror_failed", record))
+        if is_first:
+            log.warning(
+                "%s could not be copied: %s; training continues, and the copy is tried again",
+                job.checkpoint,
+                reason,
+            )
+        self._write_state(problem=reason)
+
+    def _note_copy(self, job: Job, num_bytes: int, seconds: float) -> None:
+        """Log a copy that is complete."""
+        step = job.seal["step"]
+        with self._changed:
+            self._problem = ""
+            self.slowest_s = max(self.slowest_s, seconds)
+            record = {"checkpoint": job.checkpoint, "seconds": seconds, "bytes": num_bytes}
+            self._news.append(("mirrored", record))
+        if num_bytes:
+            print0(
+                f"mirror: {job.checkpoint} copied, {num_bytes / 1e6:,.1f} MB in {duration(seconds)}"
+            )
+        self._write_state(
+            checkpoint=job.checkpoint,
+            step=step,
+            copied=time.time(),
+            pending=None,
+            bytes_left=0,
+            problem="",
+        )
+
+    def _copy(self, job: Job) -> int:
+        """Copy a checkpoint and what belongs to it, then mark it. Returns the bytes that the mirror
+        lacked."""
+        left = sum(piece.bytes for piece, _ in job.files.values() if self._lacks(piece))
+        num_bytes = 0
+        files: dict[str, list[Piece]] = {}
+        for name, (piece, file) in job.files.items():
+            self._write_state(pending=job.checkpoint, bytes_left=left - num_bytes)
+            num_bytes += self._put(piece, file)
+            files[f"checkpoints/{job.checkpoint}/{name}"] = [piece]
+        for path in self._record_paths():
+            pieces, copied = self._put_record(path)
+            files[path.relative_to(self.run_dir).as_posix()] = pieces
+            num_bytes += copied
+        mark = Mark(
+            run=self.run,
+            name=self.run_dir.name,
+            checkpoint=job.checkpoint,
+            step=job.seal["step"],
+            kept=bool(job.seal.get("kept")) or self.settings.is_kept(job.seal["step"]),
+            by_time=bool(job.seal.get("by_time")),
+            files=files,
+        )
+        if mark not in self.marks.values():
+            self._write_mark(mark)
+        return num_bytes
+
+    def _write_mark(self, mark: Mark) -> None:
+        """Write a mark, if this launch still owns the mirror, then delete what it replaces."""
+        self._check_over()
+        self.lease.renew()
+        name = f"{mark.step:08d}-{mark.checkpoint}-{self.lease.launch[:8]}.json"
+        self.store.write(f"marks/{name}", as_file(mark.encode()))
+        self.marks[name] = mark
+        for old in outdated(self.marks, name, self.settings):
+            self.store.delete(f"marks/{old}")
+            del self.marks[old]
+        listed = {piece.blake2b for each_mark in self.marks.values() for piece in each_mark.pieces}
+        for blake2b in self.pieces.keys() - listed:
+            self.store.delete(f"pieces/{blake2b}")
+            del self.pieces[blake2b]
+
+    def _check_over(self) -> None:
+        if self._over:
+            raise OSError("the launch has ended")
+
+    def _lacks(self, piece: Piece) -> bool:
+        return self.pieces.get(piece.blake2b) != piece.bytes
+
+    def _put(self, piece: Piece, content: BinaryIO) -> int:
+        """Copy a piece that the mirror lacks. Returns how many bytes that took."""
+        self._check_over()
+        if not self._lacks(piece):
+            return 0
+        self.store.write(f"pieces/{piece.blake2b}", content)
+        self.pieces[piece.blake2b] = piece.bytes
+        return piece.bytes
+
+    def _record_paths(self) -> list[Path]:
+        """The files of the run besides its checkpoints that a mark lists."""
+        paths = [path for pattern in RECORDS for path in self.run_dir.glob(pattern)]
+        return sorted(path for path in paths if path.is_file() and not path.name.startswith("."))
+
+    def _put_record(self, path: Path) -> tuple[list[Piece], int]:
+        """(pieces of a file, bytes that the mirror lacked). A file that has not changed since the
+        last mark is not read again."""
+        found = path.stat()
+        state = (found.st_size, found.st_mtime_ns)
+        known = self._hashed.get(path)
+        if known is not None and known[0] == state:
+            return known[1], 0
+        pieces = []
+        num_bytes = 0
+        with open(path, "rb") as file:
+            while content := file.read(PIECE_BYTES):
+                piece = piece_of(content)
+                num_bytes += self._put(piece, as_file(content))
+                pieces.append(piece)
+        self._hashed[path] = state, pieces
+        return pieces, num_bytes
+
+    def _write_state(self, **changed: object) -> None:
+        """Update what scripts.status shows."""
+        self._state |= changed
+        with contextlib.suppress(OSError):
+            replace_state(self.run_dir / MIRROR_NAME, self._state)
+
+
+# ---- helpers -------------------------------------------------------------------------------------
+
+
+def piece_of(content: bytes) -> Piece:
+    return Piece(hash_bytes(content), len(content))
+
+
+def outdated(marks: Mapping[str, Mark], newest: str, settings: Settings) -> list[str]:
+    """The names of the marks that retention does not keep, and of those that the newest one
+    replaces: the rules of `checkpoint.prune`."""
+    now = marks[newest]
+    old = []
+    may_go = []
+    for name, mark in sorted(marks.items(), key=lambda item: item[1].order):
+        is_numbered = mark.checkpoint != "final"
+        is_counted = settings.keep_last_k is not None or mark.by_time
+        if name != newest and mark.checkpoint == now.checkpoint:
+            old.append(name)
+        elif is_numbered and is_counted and not mark.kept and mark.step <= now.step:
+            may_go.append(name)
+    number = settings.keep_last_k or TIMED_KEPT
+    old += [name for name in may_go[:-number] if name != newest]
+    return old
+
+
+def append_missing(path: Path, content: bytes) -> None:
+    """Append to a log the lines of another copy of it that it lacks: those after the last line that
+    both begin with. The later line of a step counts."""
+    ours = path.read_bytes() if path.exists() else b""
+    if content.startswith(ours):
+        write_bytes(path, content)
+        return
+    missing = content[shared_lines(ours, content) :]
+    if missing not in ours:
+        ending = b"" if ours.endswith(b"\n") else b"\n"
+        write_bytes(path, ours + ending + missing)
+
+
+def shared_lines(first: bytes, second: bytes) -> int:
+    """The number of bytes of the lines with which both contents begin."""
+    shortest = min(len(first), len(second))
+    a = np.frombuffer(first, np.uint8, shortest)
+    b = np.frombuffer(second, np.uint8, shortest)
+    differing = np.flatnonzero(a != b)
+    shared = int(differing[0]) if len(differing) else shortest
+    return first.rfind(b"\n", 0, shared) + 1
+
+
+def check_place(where: str) -> None:
+    """ValueError if --mirror-to is among the run directories."""
+    runs = get_base_dir().absolute() / "runs"
+    if not is_remote(where) and Path(where).expanduser().absolute().is_relative_to(runs):
+        raise ValueError(
+            f"--mirror-to={where}: expected a place outside of {runs}, such as a folder on another disk"
+        )
+
+
+def last_process(run_dir: Path) -> dict[str, Any]:
+    """The process that owned the run directory before this one; {} if there was none."""
+    try:
+        return parse_json(last_owner(run_dir)[0], "", PROCESS)
+    except ValueError:
+        return {}

@@ -112,7 +112,7 @@ class Folder:
             remedy = "check the folder and its disk"
         sentence = f"{self.where}: cannot be written ({e.strerror or e}); {remedy}"
         kind = PermissionError if isinstance(e, PermissionError) else OSError
-        return kind(e.errno or errno.EIO, sentence)
+        return kind(sentence)
 
     def names(self, folder: str) -> dict[str, int]:
         found = {}
@@ -167,8 +167,7 @@ class Folder:
                 if time.monotonic() > end:
                     file.close()
                     raise OSError(
-                        errno.EAGAIN,
-                        f"{self.where}: another process has held its lock for {LOCK_S:.0f} s",
+                        f"{self.where}: another process has held its lock for {LOCK_S:.0f} s"
                     ) from None
                 time.sleep(0.02)
             except OSError as e:

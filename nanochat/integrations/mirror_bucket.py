@@ -12,8 +12,8 @@ condition would let two machines own a run. The owner finds out with a write tha
 """
 
 import math
-from collections.abc import Iterator
-from typing import Any, BinaryIO
+from collections.abc import Callable, Iterator
+from typing import Any, BinaryIO, TypeVar
 
 from nanochat.integrations import object_storage
 from nanochat.integrations.object_storage import (
@@ -25,6 +25,8 @@ from nanochat.integrations.object_storage import (
     split,
 )
 from nanochat.mirror_store import Versioned
+
+T = TypeVar("T")
 
 # a request that fails is repeated later, by the mirror's own thread
 HASTE = Patience(silence_s=120.0, give_up_s=9.0, log_every_s=math.inf)
@@ -49,6 +51,14 @@ class Bucket:
     def _path(self, name: str) -> str:
         return f"{self.root}/{name}"
 
+    def _request(self, name: str, call: Callable[[object_storage.Bucket, str], T]) -> T:
+        """The result of a request. An error does not advise to restart the run: the mirror's thread
+        tries again."""
+        try:
+            return request(self._path(name), call, patience=HASTE)
+        except OSError as e:
+            raise type(e)(str(e).partition(", then restart")[0]) from None
+
     def names(self, folder: str) -> dict[str, int]:
         stats = list_objects(self._path(folder))
         return {stat.path.rpartition("/")[2]: stat.size for stat in stats}
@@ -58,7 +68,7 @@ class Bucket:
             answer = bucket.obs.get(bucket.store, key)
             return Versioned(bytes(answer.bytes()), version_of(answer.meta))
 
-        return request(self._path(name), get, patience=HASTE)
+        return self._request(name, get)
 
     def parts(self, name: str) -> Iterator[bytes | memoryview]:
         stat = find(self._path(name))
@@ -76,7 +86,7 @@ class Bucket:
                 bucket.store, key, content, chunk_size=part_bytes, max_concurrency=AT_ONCE
             )
 
-        request(self._path(name), put, patience=HASTE)
+        self._request(name, put)
 
     def swap(self, name: str, content: bytes, before: Versioned | None) -> Versioned | None:
         mode = "create" if before is None else before.version
@@ -90,7 +100,7 @@ class Bucket:
                 return None
             return Versioned(content, version_of(written))
 
-        written = request(self._path(name), put, patience=HASTE)
+        written = self._request(name, put)
         if written is not None:
             return written
         try:
@@ -106,7 +116,7 @@ class Bucket:
             except FileNotFoundError:
                 return
 
-        request(self._path(name), delete, patience=HASTE)
+        self._request(name, delete)
 
     def check(self, name: str) -> None:
         if self.swap(name, b"{}", None) is not None:

@@ -1,4 +1,4 @@
-"""Five doors (and object storage): without the part behind one of them, the core still trains."""
+"""Six doors (and object storage): without the part behind one of them, the core still trains."""
 
 import sys
 from functools import partial
@@ -25,6 +25,11 @@ PARTS = {
     ],
     "SINKS, without trackers": ["nanochat.integrations.trackers"],
     "STORAGE, without object storage": ["nanochat.integrations.object_storage"],
+    "MIRROR, without mirrors": [
+        "nanochat.mirror",
+        "nanochat.mirror_owner",
+        "nanochat.mirror_store",
+    ],
     "all integrations": [f"nanochat.integrations.{name}" for name in INTEGRATIONS],
 }
 

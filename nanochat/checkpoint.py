@@ -308,7 +308,9 @@ def write_sealed(target: Path, head: Mapping[str, Any], contents: Mapping[str, A
         if temporary.exists():
             remove_tree(temporary)
         raise
-    fsync_dir(target.parent)
+    # the new name, and those of the folders above it, up to the base directory
+    for above in target.parents[:4]:
+        fsync_dir(above)
 
 
 def write_file(folder: Path, name: str, content: object) -> dict[str, Any]:
@@ -333,8 +335,8 @@ def copy_file(folder: Path, name: str, source: Path) -> dict[str, Any]:
         os.link(source, target)
     except OSError:  # another file system, or one without links
         shutil.copyfile(source, target)
-    with open(target, "rb") as file:
-        os.fsync(file.fileno())
+        with open(target, "rb") as file:
+            os.fsync(file.fileno())
     return {"bytes": target.stat().st_size, "blake2b": hash_file(target)}
 
 

@@ -353,6 +353,15 @@ def fsync_dir(path: Path) -> None:
         os.close(fd)
 
 
+def make_folder(path: Path) -> None:
+    """Make a folder, and those above it that are missing, so that their names survive a power
+    cut."""
+    missing = [folder for folder in (path, *path.parents) if not folder.exists()]
+    path.mkdir(parents=True, exist_ok=True)
+    for folder in missing:
+        fsync_dir(folder.parent)
+
+
 @contextlib.contextmanager
 def atomic_open(path: Path | str) -> Iterator[BinaryIO]:
     """Open for writing a file that appears at `path` only when it is complete: temporary name in

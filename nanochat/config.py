@@ -405,17 +405,15 @@ class Settings(
 
     @classmethod
     def of_flags(cls, flags: Mapping[str, Any]) -> dict[str, Any]:
-        """{name: value} of the settings on a parsed command line. A curriculum file's two switches
-        become settings, separate from its mix. ValueError or FileNotFoundError for invalid
-        values."""
+        """{name: value} of the settings on a parsed command line. The consent to
+        exhaustion in a curriculum file becomes a setting. ValueError or FileNotFoundError for
+        invalid values."""
         values = {f.name: flags[f.name] for f in fields(cls) if f.name in flags}
         path = flags["curriculum"]
         if path is not None:
             inline = path.startswith("{")  # from a file of flags
             mix = load(parse_json(path, "--curriculum", dict) if inline else path)
-            plain = replace(mix, allow_bucket_exhaustion=False, allow_budget_mismatch=False)
-            values["curriculum"] = plain.to_json()
-            values["allow_budget_mismatch"] |= mix.allow_budget_mismatch
+            values["curriculum"] = replace(mix, allow_bucket_exhaustion=False).to_json()
             values["allow_bucket_exhaustion"] |= mix.allow_bucket_exhaustion
         return values
 
@@ -515,6 +513,7 @@ REMOVED = frozenset(
         "tokenizer_dir",  # now --tokenizer
         "eval_bundle",
         "keep_milestone_every",  # now --save-at
+        "allow_budget_mismatch",  # now only in the curriculum
         "object_storage_cache",
         "init_optimizer",  # now forks
         "init_data",
@@ -541,6 +540,7 @@ ELSEWHERE = {  # flags of other programs and of older versions
     "--object-storage-cache": "omit it; copies are in <base dir>/object_storage, and NANOCHAT_BASE_DIR moves that",
     "--eval-bundle": "omit it; the tasks of the CORE metric are in <base dir>/eval_bundle",
     "--keep-milestone-every": "use --save-at=N*, which saves every Nth step and never deletes these checkpoints",
+    "--allow-budget-mismatch": "set allow_budget_mismatch: true in the curriculum's file",
     "--resume-from-step": "use --resume=PATH to resume from that checkpoint, or --resume=auto (the default) to resume "
     "from the newest",
     "--allow-curriculum-change": "a run keeps its curriculum; to continue with a different one, start a new run "
@@ -651,9 +651,14 @@ def current(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _migrated(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A run's config.json, with --save-at in place of an older version's --keep-milestone-every."""
-    every = config.get("keep_milestone_every")
-    return {**config, "save_at": f"{every}*"} if every else config
+    """A run's config.json, with the present form of what an older version had: --save-at for
+    --keep-milestone-every, and allow_budget_mismatch in the curriculum."""
+    config = dict(config)
+    if every := config.get("keep_milestone_every"):
+        config["save_at"] = f"{every}*"
+    if config.get("allow_budget_mismatch") and isinstance(config.get("curriculum"), dict):
+        config["curriculum"] = {**config["curriculum"], "allow_budget_mismatch": True}
+    return config
 
 
 def flags_of_run(config: Mapping[str, Any]) -> dict[str, Any]:

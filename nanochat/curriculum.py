@@ -160,10 +160,6 @@ class CurriculumSettings:
         "when a bucket has run dry, continue with the other buckets",
         note="decides whether a lane whose bucket has run dry continues with the others or halts the run",
     )
-    allow_budget_mismatch: bool = setting(
-        False,
-        "allow a run longer or shorter than all phases of its curriculum together",
-    )
 
 
 @dataclass(frozen=True)
@@ -173,7 +169,7 @@ class Curriculum:
     phases: list[Phase]
     max_epochs: dict[str, int] = field(default_factory=dict)
     allow_bucket_exhaustion: bool = CurriculumSettings.allow_bucket_exhaustion
-    allow_budget_mismatch: bool = CurriculumSettings.allow_budget_mismatch
+    allow_budget_mismatch: bool = False
 
     def __post_init__(self) -> None:
         if not self.phases:

@@ -60,6 +60,7 @@ from nanochat.common import (
     etag_of,
     fsync_dir,
     hash_file,
+    make_folder,
     read_json,
     remove_leftovers,
     write_json,
@@ -472,7 +473,7 @@ class Pretokenizer:
     def prepare(self) -> None:
         """Make the folders, and delete leftovers of killed processes."""
         for i in self.inputs:
-            i.record(self.output).parent.mkdir(parents=True, exist_ok=True)
+            make_folder(i.record(self.output).parent)
         self.clean_up()
 
     def finished(self, i: Input) -> Record | None:

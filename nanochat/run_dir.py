@@ -334,6 +334,15 @@ def open_regular(path: Path, flags: int) -> BinaryIO:
     return os.fdopen(fd, "r+b", buffering=0)
 
 
+def sync_file(path: Path) -> None:
+    """Make a file of a run and its name survive power loss. OSError if the disk fails. A file that was
+    removed meanwhile is no error."""
+    with contextlib.suppress(FileNotFoundError, ValueError):
+        with open_regular(path, os.O_RDONLY) as file:
+            os.fsync(file.fileno())
+        fsync_dir(path.parent)
+
+
 def finite(value: object) -> Any:
     """A copy of a value in which NaN and infinities are None: bare NaN is not JSON, and many
     parsers reject it."""
@@ -462,6 +471,10 @@ class TrainLog:
         """Write what waits for the disk, see `Backlog.flush`."""
         self._backlog.flush()
 
+    def sync(self) -> None:
+        """Make the lines survive power loss. OSError if the disk fails."""
+        sync_file(self._path)
+
     def digest_of(self, step: int) -> str | None:
         """The digest that the log held for `step` when it was opened, or None."""
         return self._digests.get(step)
@@ -551,6 +564,7 @@ class RowLosses:
         )
         self.size = 4 + self.record.itemsize
         self._backlog = Backlog(self.folder, "records of row losses")
+        self._unsynced: set[Path] = set()
 
     def _place(self, step: int) -> tuple[Path, int]:
         """(file, offset) of a step's record."""
@@ -568,6 +582,7 @@ class RowLosses:
         """Write the bytes of a record to its place. OSError for a full disk."""
         path, offset = self._place(step)
         remake_folder(self.folder.parents[1], "logs/rows")
+        self._unsynced.add(path)
         with open_regular(path, os.O_RDWR | os.O_CREAT) as f:
             f.seek(offset)
             if f.write(data) < self.size:
@@ -576,6 +591,12 @@ class RowLosses:
     def flush(self) -> None:
         """Write what waits for the disk, see `Backlog.flush`."""
         self._backlog.flush()
+
+    def sync(self) -> None:
+        """Make the records survive power loss. OSError if the disk fails."""
+        for path in sorted(self._unsynced):
+            self._unsynced.discard(path)
+            sync_file(path)
 
     def read(self, step: int) -> tuple[np.ndarray, np.ndarray]:
         """(nats (R,) float32, live (R,) int64) of a step. FileNotFoundError if nothing was

@@ -59,6 +59,11 @@ class Journal:
         for sink in self.sinks:
             sink.step(report)
 
+    def sync(self) -> None:
+        """Make what was reported survive power loss."""
+        for sink in self.sinks:
+            sink.sync()
+
     def ending(self, reason: str) -> None:
         """Report that the run ends after one more save."""
         for sink in self.sinks:
@@ -210,6 +215,9 @@ class Log(Sink):
         check_digest(self.run.run_dir, report.step, report.totals.digest, expected)
         self.log.write(step=report.step, **report.record)
 
+    def sync(self) -> None:
+        self.log.sync()
+
     def end(self, status: str, reason: str) -> None:
         self._flush()
 
@@ -233,6 +241,9 @@ class Rows(Sink):
 
     def step(self, report: StepReport) -> None:
         self.rows.write(report.step, report.totals.nats, report.totals.live)
+
+    def sync(self) -> None:
+        self.rows.sync()
 
     def end(self, status: str, reason: str) -> None:
         """Write the records that wait for a full disk."""

@@ -89,6 +89,7 @@ class Saves:
         checkpoints that need not be kept. ValueError if another launch owns the run by now."""
         if lost := self.guard.lost():
             raise ValueError(lost)
+        self.journal.sync()  # no checkpoint without the lines of the steps before it
         path = snapshot.write(self.run.run_dir, name)
         self._known[path.name] = True
         prune(self.run.run_dir, snapshot.step, self._known, self.run.settings)

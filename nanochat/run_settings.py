@@ -204,13 +204,14 @@ def _check_budget(settings: Settings, horizon: Horizon) -> None:
     """ValueError if a curriculum is longer or shorter than the run."""
     budget, total = settings.curriculum_end, horizon.total_tokens
     fits = abs(total - budget) <= horizon.total_batch_size
-    if fits or settings.allow_budget_mismatch:
+    is_allowed = settings.mix is not None and settings.mix.allow_budget_mismatch
+    if fits or is_allowed:
         return
     raise ValueError(
         f"--curriculum: its phases add up to {budget:,} tokens, but the run trains on {total:,} "
         f"({horizon.num_iterations:,} steps of {horizon.total_batch_size:,}); remove "
-        f"--num-iterations to train as long as the curriculum lasts, change its durations, set "
-        f"allow_budget_mismatch: true in it, or add --allow-budget-mismatch"
+        f"--num-iterations to train as long as the curriculum lasts, change its durations, or set "
+        f"allow_budget_mismatch: true in it"
     )
 
 

@@ -186,6 +186,10 @@ class Sink:
     def step(self, report: StepReport) -> None:
         """A step was taken."""
 
+    def sync(self) -> None:
+        """What was received survives power loss from now on. Another thread calls this, before a
+        checkpoint appears, while steps may arrive."""
+
     def ending(self, reason: str) -> None:
         """The run ends after one more save."""
 

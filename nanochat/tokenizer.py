@@ -47,10 +47,12 @@ from nanochat.common import (
     as_path,
     check_shape,
     each,
+    fsync_dir,
     get_base_dir,
     hash_bytes,
     hash_json,
     local_copy,
+    make_folder,
     open_door,
     read_json,
     write_bytes,
@@ -380,9 +382,10 @@ class Tokenizer(metaclass=_Opens):
         # tokenizer for a moment, and permanently if the disk is full.
         if existing == description and has_same_data:
             return
-        json_path.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(json_path.parent)
         # a folder without it holds no tokenizer, so a crash never mixes two
         json_path.unlink(missing_ok=True)
+        fsync_dir(json_path.parent)
         if data_path:
             write_bytes(data_path, data)
         write_json(json_path, description)

@@ -53,7 +53,15 @@ from nanochat.checkpoint import (
     load_plain,
 )
 from nanochat.cli import Parser, run_main, setup_logging
-from nanochat.common import as_local_path, as_path, begin_launch, fsync_dir, read_json, write_json
+from nanochat.common import (
+    as_local_path,
+    as_path,
+    begin_launch,
+    fsync_dir,
+    make_folder,
+    read_json,
+    write_json,
+)
 from nanochat.config import Settings
 from nanochat.engine import load_model
 from nanochat.files import DATASET_NAME, default_data_path, is_folder
@@ -135,10 +143,11 @@ def new_folder(out: Path, advice: str) -> Iterator[Path]:
         raise ValueError(f"{out}: already exists and is never overwritten; {advice}")
     unfinished = out.with_name(f".{out.name}.unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)
-    unfinished.mkdir(parents=True)
+    make_folder(out.parent)
+    unfinished.mkdir()
     try:
         yield unfinished
-        for path in sorted(unfinished.rglob("*"), reverse=True):
+        for path in (*unfinished.rglob("*"), unfinished):
             if path.is_dir():
                 fsync_dir(path)
             else:

@@ -214,12 +214,14 @@ def other_flags(values: Values) -> dict[str, str]:
     switches = {
         "no-pack": not values["data.packing"],
         "allow-bucket-exhaustion": values.get("data.allow_bucket_exhaustion"),
-        "allow-budget-mismatch": values.get("data.allow_budget_mismatch"),
         "activation-checkpointing": values.get("training.gradient_checkpointing", True),
     }
     flags |= {name: "" for name, is_on in switches.items() if is_on}
     if "data.curriculum" in values:
-        flags["curriculum"] = json.dumps({"curriculum": values["data.curriculum"]})
+        mix = {"curriculum": values["data.curriculum"]}
+        if values.get("data.allow_budget_mismatch"):
+            mix["allow_budget_mismatch"] = True
+        flags["curriculum"] = json.dumps(mix)
     if "training.compile" in values:
         flags["compile"] = "on" if values["training.compile"] else "off"
     if "training.keep_milestone_every" in values:

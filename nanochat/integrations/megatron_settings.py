@@ -23,7 +23,6 @@ OF_LANES = (
     "long_docs",
     "curriculum",
     "allow_bucket_exhaustion",
-    "allow_budget_mismatch",
 )
 
 

@@ -212,7 +212,7 @@ def test_the_config_of_a_run_is_a_file_of_flags(tmp_path):
     once = parse(
         "--curriculum", str(tmp_path / "mix.yaml"), "--resume=scratch", "--force", "--depth=3"
     )
-    assert once.allow_budget_mismatch and once.allow_bucket_exhaustion
+    assert once.mix.allow_budget_mismatch and once.allow_bucket_exhaustion
     run = replace(once, vocab_size=5, world_size=2, lanes=8)
     write_json(tmp_path / "config.json", {**run.to_json(), "derived": {}, "origin": None})
     assert parse("--config", str(tmp_path / "config.json")) == replace(
@@ -344,6 +344,7 @@ OLD = {
     "tokenizer_dir": "x",
     "eval_bundle": None,
     "keep_milestone_every": None,
+    "allow_budget_mismatch": False,
     "object_storage_cache": "/cache",
     "init_optimizer": False,
     "init_data": "fresh",
@@ -379,6 +380,13 @@ def test_the_milestones_of_an_older_run_are_its_save_at(tmp_path):
     assert resume_settings(run, keeps, run_dir=RUN_DIR) == (keeps, {})
     write_json(tmp_path / "config.json", {**run, "derived": {}})
     assert parse(f"--config={tmp_path / 'config.json'}") == keeps
+
+
+def test_an_older_run_whose_length_may_differ_from_its_curriculum_says_so_in_it(tmp_path):
+    mix = {"phases": [{"duration_tokens": 10, "mix": {"web": 1}}]}
+    run = {**RUN.to_json(), "curriculum": mix, "allow_budget_mismatch": True}
+    write_json(tmp_path / "config.json", {**run, "derived": {}})
+    assert parse(f"--config={tmp_path / 'config.json'}").mix.allow_budget_mismatch
 
 
 @pytest.mark.parametrize(

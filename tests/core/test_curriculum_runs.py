@@ -309,7 +309,6 @@ def test_a_budget_that_is_not_the_curriculums_is_refused_unless_allowed(workplac
     allowed = mix_file(
         [(2, {"web": 1}), (3, {"code": 1})], name="allowed.yaml", allow_budget_mismatch=True
     )
-    succeed(mix, num_iterations=1, allow_budget_mismatch=True, model_tag="by-flag")
     succeed(allowed, num_iterations=7)
     assert len(digests()) == 7 and rows("final") == {"web": 2 * ROWS, "code": 5 * ROWS}, (
         "the last phase never ends"

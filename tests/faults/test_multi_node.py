@@ -156,7 +156,7 @@ def kill_machine(launcher):
     launcher.wait()
 
 
-def test_an_elastic_launch_goes_through_1_2_1_2_nodes_to_the_same_bits(workplace, reference):
+def test_an_elastic_launch_goes_through_1_2_1_nodes_to_the_same_bits(workplace, reference):
     """The command is that of docs/clusters.md."""
     hold = workplace / "hold"
     hold.touch()
@@ -191,14 +191,14 @@ def test_an_elastic_launch_goes_through_1_2_1_2_nodes_to_the_same_bits(workplace
         training.wait_for(lambda: "event" not in list(iter_log(training.log_file()))[-1])
 
     try:
-        for numbers in ((1,), (1, 2), (1, 2, 1), (1, 2, 1, 2)):
+        for numbers in ((1,), (1, 2), (1, 2, 1)):
             if numbers == (1, 2, 1):
                 kill_machine(launchers.pop())
             else:
                 launchers.append(subprocess.Popen(command, cwd=Path(__file__).parents[2], env=env))
             wait_for_nodes(*numbers)
         hold.unlink()
-        assert [launcher.wait(training.PATIENCE_S) for launcher in launchers] == [0, 0]
+        assert [launcher.wait(training.PATIENCE_S) for launcher in launchers] == [0]
     finally:
         for launcher in launchers:
             if launcher.poll() is None:

@@ -597,7 +597,7 @@ def test_whatever_happens_to_a_run_it_ends_with_the_bits_of_an_undisturbed_one()
     run_state_machine_as_test(
         Life,
         settings=settings(
-            max_examples=examples(0.5),
+            max_examples=examples(0.25),
             stateful_step_count=10,
             deadline=None,
             suppress_health_check=list(HealthCheck),

@@ -74,7 +74,8 @@ def test_if_a_package_is_missing_a_command_names_the_set_up():
 
 GPT_SIMPLE = """
 model: {n_layer: 2, n_embd: 48, n_head: 4, n_positions: 64, dropout: 0.1}
-data: {path: my shards, packing: false, curriculum: [{duration_tokens: 512, mix: {a: 1.0}}]}
+data: {path: my shards, packing: false, allow_budget_mismatch: true,
+       curriculum: [{duration_tokens: 512, mix: {a: 1.0}}]}
 optimizer: {warmup_steps: 2}
 training: {per_device_batch_size: 4, gradient_accumulation_steps: 2, max_steps: 3, output_dir: ./outputs/mine,
            compile: false, max_eval_batches: 5, mixed_precision: bf16, keep_last_k: null,
@@ -120,6 +121,7 @@ def test_gpt_simples_configuration_becomes_a_command_that_we_understand(tmp_path
     }
     assert {name: getattr(settings, name) for name in expected} == expected
     assert [phase.mix for phase in settings.mix.phases] == [{"a": 1.0}]
+    assert settings.mix.allow_budget_mismatch
     assert "# model.dropout: not passed on; the architecture is nanochat's\n" in notes
 
 

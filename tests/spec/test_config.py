@@ -94,7 +94,6 @@ def test_without_flags_settings_are_defaults_and_json_restores_them():
         "matrix_lr": 1.0,
         "sync_save": True,
     }
-    assert parse("--allow-budget-mismatch").differing() == {"allow_budget_mismatch": True}
     assert parse("--deterministic") == Settings()
     assert parse("--tokenizer-dir=x") == parse("--tokenizer=x"), "old commands still work"
     assert parse("--no-deterministic").differing() == {"deterministic": False}

@@ -55,10 +55,12 @@ from nanochat.common import (
     check_stop,
     duration,
     each,
+    fsync_dir,
     get_base_dir,
     hash_bytes,
     hash_json,
     is_remote,
+    make_folder,
     parse_json,
     print0,
     write_bytes,
@@ -215,8 +217,6 @@ class RunMirror(Mirror):
         check_place(settings.mirror_to)
         self.store = open_store(settings.mirror_to)
         self.lease: Lease = claim_mirror(self.store, run_dir.name, last_process(run_dir))
-        self.pieces = self.store.names("pieces")  # {blake2b: bytes} of those that are there
-        self.marks = self._read_marks()
         self._hashed: dict[Path, tuple[tuple[int, int], list[Piece]]] = {}
         self._thread: threading.Thread | None = None
         self._changed = threading.Condition()
@@ -229,14 +229,15 @@ class RunMirror(Mirror):
         self._problem = ""
         known = read_mirror_state(run_dir)
         self.run = known["run"] if known else uuid.uuid4().hex
-        newest = next(iter(self.marks.values()), None)
-        if newest is not None:
-            try:
+        with contextlib.ExitStack() as stack:
+            stack.callback(self.lease.give_back)
+            self.pieces = self.store.names("pieces")  # {blake2b: bytes} of those that are there
+            self.marks = self._read_marks()
+            newest = next(iter(self.marks.values()), None)
+            if newest is not None:
                 self._check_run(newest)
-            except ValueError:
-                self.lease.give_back()
-                raise
-            self.run = newest.run
+                self.run = newest.run
+            stack.pop_all()
         self._state: dict[str, Any] = {
             "mirror": self.store.where.removeprefix("--mirror-to="),
             "run": self.run,
@@ -300,6 +301,7 @@ class RunMirror(Mirror):
         """Bring the run directory up to the newest good mark, if it is older. Prints which is used.
         ValueError if the mirror holds a run with other settings, or none of its marks is good."""
         if not self.marks:
+            print0(f"{self.store.where}: it has no checkpoint yet")
             return
         is_new = not is_run_dir(self.run_dir)
         if is_new:
@@ -393,7 +395,7 @@ class RunMirror(Mirror):
         config = self._content(mark.files[CONFIG_NAME])
         for name, content in zip(names, contents):
             path = self.run_dir / name
-            path.parent.mkdir(parents=True, exist_ok=True)
+            make_folder(path.parent)
             if name == LOG_NAME:
                 append_missing(path, content)
             else:
@@ -418,9 +420,8 @@ class RunMirror(Mirror):
     def _fetch_checkpoint(self, mark: Mark) -> None:
         """Write the checkpoint of a mark. A local one of that name is corrupt, or older than the
         `final` of the mark, which has its own name then."""
-        folder = self.run_dir / "checkpoints"
-        folder.mkdir(exist_ok=True)
-        target = folder / mark.checkpoint
+        target = self.run_dir / "checkpoints" / mark.checkpoint
+        make_folder(target.parent)
         temporary = target.with_name(f".tmp-{target.name}-{os.getpid()}")
         files = mark.of_checkpoint
         total = sum(piece.bytes for pieces in files.values() for piece in pieces)
@@ -438,15 +439,17 @@ class RunMirror(Mirror):
                     path = temporary / PurePosixPath(name).relative_to(
                         f"checkpoints/{mark.checkpoint}"
                     )
-                    path.parent.mkdir(parents=True, exist_ok=True)
+                    make_folder(path.parent)
                     with open(path, "xb") as file:
                         for piece in pieces:
                             self._fetch_piece(piece, file)
                             bar.update(piece.bytes)
                         file.flush()
                         os.fsync(file.fileno())
+                    fsync_dir(path.parent)
             self._make_way(target)
             os.rename(temporary, target)
+            fsync_dir(target.parent)
         except BaseException:
             if temporary.exists():
                 remove_tree(temporary)
@@ -663,7 +666,9 @@ class RunMirror(Mirror):
         name = f"{mark.step:08d}-{mark.checkpoint}-{self.lease.launch[:8]}.json"
         self.store.write(f"marks/{name}", as_file(mark.encode()))
         self.marks[name] = mark
-        for old in outdated(self.marks, name, self.settings):
+        old_marks = outdated(self.marks, name, self.settings)
+        self.lease.renew()  # a launch that has lost the mirror deletes nothing
+        for old in old_marks:
             self.store.delete(f"marks/{old}")
             del self.marks[old]
         listed = {piece.blake2b for each_mark in self.marks.values() for piece in each_mark.pieces}
@@ -698,7 +703,7 @@ class RunMirror(Mirror):
         found = path.stat()
         state = (found.st_size, found.st_mtime_ns)
         known = self._hashed.get(path)
-        if known is not None and known[0] == state:
+        if known is not None and known[0] == state and not any(map(self._lacks, known[1])):
             return known[1], 0
         pieces = []
         num_bytes = 0

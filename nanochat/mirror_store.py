@@ -25,6 +25,7 @@ from nanochat.common import (
     as_local_path,
     atomic_open,
     is_remote,
+    make_folder,
     open_door,
     refuse_secrets,
     remove_leftovers,
@@ -97,7 +98,7 @@ class Folder:
             )
         try:
             for folder in (self.path, *(self.path / name for name in FOLDERS)):
-                folder.mkdir(exist_ok=True)
+                make_folder(folder)
                 remove_leftovers(folder)
         except OSError as e:
             raise self._explained(e) from None

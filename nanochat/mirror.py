@@ -16,9 +16,8 @@ newest of them is copied next. Its files are opened at once, so retention may de
     step      100 ......... 200 ......... 300 ......... 400
     thread      | copy 100, mark              | copy 300, mark     (200 is left out)
 
-**Fetching.** `fetch` runs before the launch looks at the run directory. It takes the newest mark
-whose pieces all have their checksums. A checkpoint that this machine lacks is fetched if it is
-newer than all of its own; lines of the log that it lacks are appended. No local file is replaced.
+**Fetching** comes before the launch looks at the run directory: nanochat/mirror_fetch.py. It takes
+the newest mark whose pieces all have their checksums.
 
 **Retention** is that of the run directory: marks of deleted checkpoints are deleted, and then the
 pieces that no mark lists.
@@ -28,149 +27,43 @@ that was suspended and has lost the mirror, would damage the copy that exists.
 """
 
 import contextlib
-import hashlib
-import io
-import json
 import logging
 import os
 import threading
 import time
 import uuid
-from collections.abc import Callable, Mapping
-from dataclasses import replace
-from pathlib import Path, PurePosixPath
-from typing import Any, BinaryIO, NamedTuple, TypeVar
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
 
-import numpy as np
-from tqdm import tqdm
-
-from nanochat.checkpoint import (
-    STATE_NAME,
-    TIMED_KEPT,
-    first_good,
-    list_checkpoints,
-    read_seal,
-)
-from nanochat.common import (
-    check_stop,
-    duration,
-    each,
-    fsync_dir,
-    get_base_dir,
-    hash_bytes,
-    hash_json,
-    is_remote,
-    make_folder,
-    parse_json,
-    print0,
-    write_bytes,
-)
-from nanochat.config import Settings, resume_settings
+from nanochat.checkpoint import STATE_NAME, list_checkpoints, read_seal
+from nanochat.common import duration, get_base_dir, hash_bytes, is_remote, parse_json, print0
+from nanochat.config import Settings
+from nanochat.mirror_fetch import LOG_NAME, Fetch
+from nanochat.mirror_marks import Mark, Piece, outdated, piece_of, read_marks
 from nanochat.mirror_owner import Lease, claim_mirror
-from nanochat.mirror_store import Store, as_file, open_store
+from nanochat.mirror_store import as_file, open_store
 from nanochat.pins import DATA_MANIFEST
-from nanochat.run_dir import (
-    CONFIG_NAME,
-    PLAN_NAME,
-    delete_checkpoint,
-    is_run_dir,
-    open_regular,
-    remove_tree,
-)
+from nanochat.run_dir import CONFIG_NAME, PLAN_NAME, is_run_dir, open_regular
 from nanochat.run_owner import last_owner
 from nanochat.run_state import MIRROR_NAME, PROCESS, read_mirror_state, replace_state
 from nanochat.steps import Mirror
 
 log = logging.getLogger(__name__)
-T = TypeVar("T")
 
-FORMAT_VERSION = 1
 PIECE_BYTES = 1 << 20  # of a file that may grow
 RETRY_S = 5.0  # after a copy that failed; twice as long after each further one
 LONGEST_RETRY_S = 300.0
 HURRY_S = 1.0  # instead, when the launch ends
-LOG_NAME = "logs/train.jsonl"
 # besides the checkpoint: what a resume needs, or readers
-RECORDS = (CONFIG_NAME, DATA_MANIFEST, PLAN_NAME, "tokenizer/*", LOG_NAME, "logs/*/*")
-
-
-# ---- marks ---------------------------------------------------------------------------------------
-
-
-class Piece(NamedTuple):
-    """Some bytes of the mirror."""
-
-    blake2b: str
-    bytes: int
-
-
-class Mark(NamedTuple):
-    """What the mirror holds of a run at one save."""
-
-    run: str  # names the run, see `Lease`
-    name: str  # of its folder
-    checkpoint: str
-    step: int
-    kept: bool  # never deleted
-    by_time: bool  # saved by the 30-minute timer
-    files: dict[str, list[Piece]]
-
-    def encode(self) -> bytes:
-        value = {"format_version": FORMAT_VERSION, **self._asdict()}
-        return json.dumps({**value, "checksum": hash_json(value)}).encode()
-
-    @property
-    def order(self) -> tuple[int, bool]:
-        """Newest last."""
-        return self.step, self.checkpoint == "final"
-
-    @property
-    def pieces(self) -> set[Piece]:
-        return {piece for pieces in self.files.values() for piece in pieces}
-
-    @property
-    def of_checkpoint(self) -> dict[str, list[Piece]]:
-        """Those of its files that are in the checkpoint."""
-        return {name: self.files[name] for name in self.files if name.startswith("checkpoints/")}
-
-    @property
-    def seal(self) -> list[Piece]:
-        return self.files.get(f"checkpoints/{self.checkpoint}/{STATE_NAME}", [])
-
-
-MARK = {
-    "format_version": int,
-    "run": str,
-    "name": str,
-    "checkpoint": str,
-    "step": int,
-    "kept": bool,
-    "by_time": bool,
-    "files": dict,
-    "checksum": str,
-}
-
-
-def read_mark(store: Store, name: str) -> Mark:
-    """A mark of the mirror. ValueError or FileNotFoundError if it is corrupt or gone."""
-    where = f"{store.where}: marks/{name}"
-    value = parse_json(store.read(f"marks/{name}").content, where, MARK)
-    checksum = value.pop("checksum")
-    if hash_json(value) != checksum:
-        raise ValueError(f"{where}: corrupt (its content does not match the checksum in it)")
-    if value.pop("format_version") != FORMAT_VERSION:
-        raise ValueError(f"{where}: written by another version of this code; use that one")
-    files: dict[str, list[Piece]] = {}
-    for path, pieces in value["files"].items():
-        if path.startswith("/") or ".." in PurePosixPath(path).parts:
-            raise ValueError(f"{where}: not written by this program ({path!r} is outside the run)")
-        files[path] = [Piece(*piece) for piece in pieces]
-    if CONFIG_NAME not in files:
-        raise ValueError(f"{where}: it lists no {CONFIG_NAME}, so the run cannot be resumed")
-    return Mark(**{**value, "files": files})
-
-
-# ---- the mirror of a launch ----------------------------------------------------------------------
+RECORDS = (
+    CONFIG_NAME,
+    DATA_MANIFEST,
+    PLAN_NAME,
+    "tokenizer/*",
+    LOG_NAME,
+    "logs/cursors/*",
+    "logs/rows/*",
+)
 
 
 class Job(NamedTuple):
@@ -232,7 +125,7 @@ class RunMirror(Mirror):
         with contextlib.ExitStack() as stack:
             stack.callback(self.lease.give_back)
             self.pieces = self.store.names("pieces")  # {blake2b: bytes} of those that are there
-            self.marks = self._read_marks()
+            self.marks = read_marks(self.store)
             newest = next(iter(self.marks.values()), None)
             if newest is not None:
                 self._check_run(newest)
@@ -248,23 +141,6 @@ class RunMirror(Mirror):
             "bytes_left": 0,
             "problem": "",
         }
-
-    def _read_marks(self) -> dict[str, Mark]:
-        """{name: mark} of all good marks, newest first. A corrupt one is named in a warning."""
-        marks = {}
-
-        def read(name: str) -> Mark | None:
-            try:
-                return read_mark(self.store, name)
-            except (ValueError, FileNotFoundError) as e:
-                log.warning("%s is skipped: %s", name, e)
-                return None
-
-        names = sorted(self.store.names("marks"))
-        for name, mark in zip(names, each(read, names, at_once=8, poll=check_stop)):
-            if mark is not None:
-                marks[name] = mark
-        return dict(sorted(marks.items(), key=lambda item: item[1].order, reverse=True))
 
     def _check_run(self, newest: Mark) -> None:
         """ValueError if the mirror, which has this mark, holds another run than this directory."""
@@ -303,171 +179,15 @@ class RunMirror(Mirror):
         if not self.marks:
             print0(f"{self.store.where}: it has no checkpoint yet")
             return
-        is_new = not is_run_dir(self.run_dir)
-        if is_new:
-            self._check_settings()
-        step = self._local_step()
-        marks = [mark for mark in self.marks.values() if mark.step > step]
-        self._first_good([*self.marks.values()], self._fetch_records)
-        if self.settings.resume != "auto":
-            return
-        if not marks:
-            print0(f"{self.store.where}: nothing in it is newer than step {step:,} here")
-            return
-        print0(
-            f"{self.store.where}: it has step {marks[0].step:,}, "
-            + ("and nothing is here" if step < 0 else f"which is newer than step {step:,} here")
-        )
-        self._first_good(marks, self._fetch_checkpoint, required=step < 0)
-
-    def _check_settings(self) -> None:
-        """ValueError if the mirror's run has other settings than the command."""
-        raw = self._first_good(
-            [*self.marks.values()], lambda mark: self._content(mark.files[CONFIG_NAME])
-        )
-        assert raw is not None
-        config = parse_json(raw, f"{self.store.where}: {CONFIG_NAME}", dict)
-        # settings that follow from the machine are compared later
-        own = ("vocab_size", "tokenizer_fingerprint")
-        given = replace(self.settings, **{name: config[name] for name in own if name in config})
-        try:
-            resume_settings(config, given, run_dir=self.run_dir)
-        except ValueError as e:
-            changes = [line for line in str(e).splitlines() if line.startswith("  ")]
-            listed = "\n".join(changes or [str(e)])
-            raise ValueError(
-                f"{self.store.where}: it holds a run that was started with different settings:\n{listed}\nuse "
-                f"those, or name another place for the mirror of this run"
-            ) from None
-
-    def _local_step(self) -> int:
-        """The step of the newest good checkpoint here, -1 if there is none."""
-        try:
-            checkpoint = first_good(list_checkpoints(self.run_dir))
-        except ValueError:  # the mirror may have a good one
-            return -1
-        return -1 if checkpoint is None else checkpoint.step
-
-    def _first_good(
-        self, marks: list[Mark], use: Callable[[Mark], T], *, required: bool = True
-    ) -> T | None:
-        """`use` of the first mark whose pieces are good; those before it are named in a warning.
-        ValueError if there is none and one is `required`."""
-        reasons = []
-        for mark in marks:
-            try:
-                return use(mark)
-            except (ValueError, FileNotFoundError, KeyError) as e:
-                log.warning("%s: %s is skipped: %s", self.store.where, mark.checkpoint, e)
-                reasons.append(str(e))
-        if required:
-            raise ValueError(f"{self.store.where}: nothing in it can be used: {'; '.join(reasons)}")
-        return None
-
-    def _content(self, pieces: list[Piece]) -> bytes:
-        """The content of a small file. ValueError or FileNotFoundError if a piece is corrupt or
-        missing."""
-        content = io.BytesIO()
-        for piece in pieces:
-            self._fetch_piece(piece, content)
-        return content.getvalue()
-
-    def _fetch_piece(self, piece: Piece, file: BinaryIO) -> None:
-        """Append a piece to a file. ValueError or FileNotFoundError if it is corrupt or missing."""
-        checksum = hashlib.blake2b(digest_size=16)
-        num_bytes = 0
-        for part in self.store.parts(f"pieces/{piece.blake2b}"):
-            check_stop()
-            file.write(part)
-            checksum.update(part)
-            num_bytes += len(part)
-        if Piece(checksum.hexdigest(), num_bytes) != piece:
-            raise ValueError(f"{self.store.where}: pieces/{piece.blake2b} is corrupt")
-
-    def _fetch_records(self, mark: Mark) -> None:
-        """Write the files of a mark besides its checkpoint that are missing here; config.json, which
-        makes the folder a run, last. Of the log, append what is missing."""
-        names = []
-        for name in mark.files.keys() - mark.of_checkpoint.keys() - {CONFIG_NAME}:
-            if self._is_missing(name, mark.files[name]):
-                names.append(name)
-        contents = [*each(lambda name: self._content(mark.files[name]), names, poll=check_stop)]
-        config = self._content(mark.files[CONFIG_NAME])
-        for name, content in zip(names, contents):
-            path = self.run_dir / name
-            make_folder(path.parent)
-            if name == LOG_NAME:
-                append_missing(path, content)
-            else:
-                write_bytes(path, content)
-        self._write_state()
-        if not (self.run_dir / CONFIG_NAME).exists():
-            write_bytes(self.run_dir / CONFIG_NAME, config)
-
-    def _is_missing(self, name: str, pieces: list[Piece]) -> bool:
-        """Whether a file of the mirror has something that is not here. Losses of rows have a fixed
-        place, so the longer file has all of them."""
-        path = self.run_dir / name
-        if not path.exists():
-            return True
-        if name.startswith("logs/rows/"):
-            return path.stat().st_size < sum(piece.bytes for piece in pieces)
-        if name != LOG_NAME:
-            return False
-        with open(path, "rb") as file:
-            return any(piece_of(file.read(piece.bytes)) != piece for piece in pieces)
-
-    def _fetch_checkpoint(self, mark: Mark) -> None:
-        """Write the checkpoint of a mark. A local one of that name is corrupt, or older than the
-        `final` of the mark, which has its own name then."""
-        target = self.run_dir / "checkpoints" / mark.checkpoint
-        make_folder(target.parent)
-        temporary = target.with_name(f".tmp-{target.name}-{os.getpid()}")
-        files = mark.of_checkpoint
-        total = sum(piece.bytes for pieces in files.values() for piece in pieces)
-        began = time.monotonic()
-        try:
-            with tqdm(
-                total=total,
-                desc=mark.checkpoint,
-                unit="B",
-                unit_scale=True,
-                leave=False,
-                disable=None,
-            ) as bar:
-                for name, pieces in files.items():
-                    path = temporary / PurePosixPath(name).relative_to(
-                        f"checkpoints/{mark.checkpoint}"
-                    )
-                    make_folder(path.parent)
-                    with open(path, "xb") as file:
-                        for piece in pieces:
-                            self._fetch_piece(piece, file)
-                            bar.update(piece.bytes)
-                        file.flush()
-                        os.fsync(file.fileno())
-                    fsync_dir(path.parent)
-            self._make_way(target)
-            os.rename(temporary, target)
-            fsync_dir(target.parent)
-        except BaseException:
-            if temporary.exists():
-                remove_tree(temporary)
-            raise
-        print0(
-            f"mirror: fetched {mark.checkpoint}, {total / 1e6:,.1f} MB in {time.monotonic() - began:.1f} s"
-        )
-
-    def _make_way(self, target: Path) -> None:
-        """Rename or delete the checkpoint that has the name of a newer one."""
-        if not os.path.lexists(target):
-            return
-        with contextlib.suppress(OSError, ValueError):
-            numbered = target.with_name(f"checkpoint-{read_seal(target)['step']}")
-            if numbered != target and not os.path.lexists(numbered):
-                os.rename(target, numbered)
-                return
-        delete_checkpoint(target)
+        fetch = Fetch(self.store, self.marks, self.run_dir)
+        if not is_run_dir(self.run_dir):
+            fetch.check_settings(self.settings)
+        step = fetch.local_step()
+        fetch.records()
+        self._write_state()  # before config.json: this folder is a copy of the mirror's run
+        fetch.config()
+        if self.settings.resume == "auto":
+            fetch.checkpoint(step)
 
     # ---- what the launch reports
 
@@ -723,51 +443,6 @@ class RunMirror(Mirror):
 
 
 # ---- helpers -------------------------------------------------------------------------------------
-
-
-def piece_of(content: bytes) -> Piece:
-    return Piece(hash_bytes(content), len(content))
-
-
-def outdated(marks: Mapping[str, Mark], newest: str, settings: Settings) -> list[str]:
-    """The names of the marks that retention does not keep, and of those that the newest one
-    replaces: the rules of `checkpoint.prune`."""
-    now = marks[newest]
-    old = []
-    may_go = []
-    for name, mark in sorted(marks.items(), key=lambda item: item[1].order):
-        is_numbered = mark.checkpoint != "final"
-        is_counted = settings.keep_last_k is not None or mark.by_time
-        if name != newest and mark.checkpoint == now.checkpoint:
-            old.append(name)
-        elif is_numbered and is_counted and not mark.kept and mark.step <= now.step:
-            may_go.append(name)
-    number = settings.keep_last_k or TIMED_KEPT
-    old += [name for name in may_go[:-number] if name != newest]
-    return old
-
-
-def append_missing(path: Path, content: bytes) -> None:
-    """Append to a log the lines of another copy of it that it lacks: those after the last line that
-    both begin with. The later line of a step counts."""
-    ours = path.read_bytes() if path.exists() else b""
-    if content.startswith(ours):
-        write_bytes(path, content)
-        return
-    missing = content[shared_lines(ours, content) :]
-    if missing not in ours:
-        ending = b"" if ours.endswith(b"\n") else b"\n"
-        write_bytes(path, ours + ending + missing)
-
-
-def shared_lines(first: bytes, second: bytes) -> int:
-    """The number of bytes of the lines with which both contents begin."""
-    shortest = min(len(first), len(second))
-    a = np.frombuffer(first, np.uint8, shortest)
-    b = np.frombuffer(second, np.uint8, shortest)
-    differing = np.flatnonzero(a != b)
-    shared = int(differing[0]) if len(differing) else shortest
-    return first.rfind(b"\n", 0, shared) + 1
 
 
 def check_place(where: str) -> None:

@@ -27,8 +27,7 @@ PARTS = {
     "STORAGE, without object storage": ["nanochat.integrations.object_storage"],
     "MIRROR, without mirrors": [
         "nanochat.mirror",
-        "nanochat.mirror_owner",
-        "nanochat.mirror_store",
+        *(f"nanochat.mirror_{name}" for name in ("fetch", "marks", "owner", "store")),
     ],
     "all integrations": [f"nanochat.integrations.{name}" for name in INTEGRATIONS],
 }

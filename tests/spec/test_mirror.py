@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 
 from nanochat import mirror_owner
 from nanochat.config import Settings
-from nanochat.mirror import Mark, append_missing, check_place, outdated
+from nanochat.mirror import check_place
+from nanochat.mirror_fetch import append_missing
+from nanochat.mirror_marks import Mark, outdated
 from nanochat.mirror_owner import OWNER_NAME, claim_mirror, read_owner
 from nanochat.mirror_store import as_file, open_store
 from nanochat.run_state import identify

@@ -4,6 +4,7 @@ folders and in object storage. The laws of owners and stores are in tests/spec/t
 import contextlib
 import errno
 import json
+import signal
 from functools import partial
 from pathlib import Path
 from unittest import mock
@@ -160,6 +161,41 @@ def test_a_mirror_in_which_all_is_torn_starts_no_new_run(machine, place):
         assert not training.run_dir().exists()
 
 
+def test_a_mirror_whose_marks_are_all_damaged_starts_no_new_run(machine, place):
+    with machine("a"):
+        training.succeed(num_iterations=2, mirror_to=place)
+    for path in (place / "marks").iterdir():
+        path.write_bytes(b"{}")
+    with machine("b"):
+        assert "none of its marks can be used" in training.refuse(num_iterations=2, mirror_to=place)
+
+
+def test_a_run_on_two_processes_goes_on_with_the_same_bits_on_one(machine, place):
+    with machine("whole"):
+        training.succeed(leaves=2)
+        whole = result()
+    with machine("a"):
+        hook = partial(kill_once_mirrored, 5)
+        run = training.start(2, hook=hook, mirror_to=place, sync_save=True, leaves=2)
+        run.wait_for_death()
+    with machine("b"):
+        training.succeed(mirror_to=place, leaves=2)
+        assert [event["step"] for event in training.events("started")] == [0, 4]
+        assert result() == whole
+
+
+def test_a_run_that_is_asked_to_stop_is_mirrored_up_to_its_last_step(machine, place):
+    stop = partial(training.after_step, 4, partial(training.send, signal.SIGTERM))
+    with machine("a"):
+        run = training.start(hook=stop, mirror_to=place)
+        assert run.wait() == [0], run.text()
+        before = training.log_file().read_bytes()
+    with machine("b"):
+        outcome = training.succeed(mirror_to=place)
+        assert "it has step 6, and nothing is here" in outcome.out
+        assert training.log_file().read_bytes().startswith(before)
+
+
 def test_a_completed_run_is_complete_on_an_empty_machine(machine, place):
     with machine("a"):
         training.succeed(num_iterations=2, mirror_to=place)
@@ -307,6 +343,16 @@ def test_a_launch_on_a_second_machine_is_refused_while_the_first_one_lives(machi
     owner.give_back()
 
 
+def test_of_two_machines_that_start_at_once_one_trains_and_the_other_is_refused(machine, place):
+    runs = []
+    for name in ("a", "b"):
+        with machine(name):
+            runs.append(training.start(hook=hurry, mirror_to=place))
+    codes = [run.wait()[0] for run in runs]
+    assert sorted(codes) == [0, 1], [run.text() for run in runs]
+    assert "another launch owns this mirror" in runs[codes.index(1)].text()
+
+
 def take_over_after(step, place):
     """Another launch takes over the mirror after a step."""
     hurry()
@@ -414,6 +460,9 @@ def test_a_run_that_was_killed_goes_on_from_object_storage(machine, calm_store, 
     with machine("b"):
         training.succeed(mirror_to=bucket)
         assert result() == whole
+    written = [seen.path for seen in calm_store.proxy.seen if seen.method == "PUT"]
+    pieces = [path for path in written if "/pieces/" in path]
+    assert len(pieces) == len({*pieces}) > 10, "each piece is written once"
     names = calm_store.names()
     assert [name for name in names if name.rpartition("/")[2].startswith("00000008-final")]
 

@@ -27,6 +27,7 @@ that was suspended and has lost the mirror, would damage the copy that exists.
 """
 
 import contextlib
+import hashlib
 import logging
 import os
 import threading
@@ -188,6 +189,8 @@ class RunMirror(Mirror):
         fetch.config()
         if self.settings.resume == "auto":
             fetch.checkpoint(step)
+        for blake2b in fetch.corrupt:  # to be copied again
+            self.pieces.pop(blake2b, None)
 
     # ---- what the launch reports
 
@@ -297,7 +300,7 @@ class RunMirror(Mirror):
             try:
                 num_bytes = self._copy(job)
             except Exception as e:  # also a bug: a run does not end for its mirror
-                if not self._over:
+                if not (self._over or self.lease.lost):
                     self._note_problem(job, e)
             else:
                 self._note_copy(job, num_bytes, time.monotonic() - began)
@@ -315,8 +318,6 @@ class RunMirror(Mirror):
     def _note_problem(self, job: Job, e: Exception) -> None:
         """Warn of the first error in a row, and log it."""
         reason = str(e) if isinstance(e, (OSError, ValueError)) else f"{type(e).__name__}: {e}"
-        if self.lease.lost:
-            return
         with self._changed:
             is_first = not self._problem
             self._problem = reason
@@ -360,6 +361,8 @@ class RunMirror(Mirror):
         files: dict[str, list[Piece]] = {}
         for name, (piece, file) in job.files.items():
             self._write_state(pending=job.checkpoint, bytes_left=left - num_bytes)
+            if self._lacks(piece):
+                check_content(piece, file, name)
             num_bytes += self._put(piece, file)
             files[f"checkpoints/{job.checkpoint}/{name}"] = [piece]
         for path in self._record_paths():
@@ -397,7 +400,8 @@ class RunMirror(Mirror):
             del self.pieces[blake2b]
 
     def _check_over(self) -> None:
-        if self._over:
+        """OSError if this launch must not write into the mirror any more."""
+        if self._over or self.lease.lost:
             raise OSError("the launch has ended")
 
     def _lacks(self, piece: Piece) -> bool:
@@ -452,6 +456,17 @@ def check_place(where: str) -> None:
         raise ValueError(
             f"--mirror-to={where}: expected a place outside of {runs}, such as a folder on another disk"
         )
+
+
+def check_content(piece: Piece, file: BinaryIO, name: str) -> None:
+    """ValueError if a file of a checkpoint was damaged since it was saved: the mirror would keep the
+    damaged content under the name of the good one."""
+    checksum = hashlib.blake2b(digest_size=16)
+    file.seek(0)
+    while part := file.read(PIECE_BYTES):
+        checksum.update(part)
+    if checksum.hexdigest() != piece.blake2b:
+        raise ValueError(f"{name}: corrupt (its bytes do not match the checksum in {STATE_NAME})")
 
 
 def last_process(run_dir: Path) -> dict[str, Any]:

@@ -58,6 +58,7 @@ class Fetch:
         self.store = store
         self.marks = [*marks.values()]
         self.run_dir = run_dir
+        self.corrupt: set[str] = set()  # pieces that were found to be corrupt
 
     def first_good(
         self, marks: list[Mark], use: Callable[[Mark], T], *, required: bool
@@ -122,6 +123,7 @@ class Fetch:
             checksum.update(part)
             num_bytes += len(part)
         if Piece(checksum.hexdigest(), num_bytes) != piece:
+            self.corrupt.add(piece.blake2b)
             raise ValueError(f"{self.store.where}: pieces/{piece.blake2b} is corrupt")
 
     # ---- files besides the checkpoint

@@ -12,7 +12,8 @@ from unittest import mock
 import pytest
 
 from nanochat import mirror, mirror_owner
-from nanochat.common import begin_launch
+from nanochat.common import begin_launch, hash_file
+from nanochat.config import Settings
 from nanochat.integrations import mirror_bucket
 from nanochat.integrations.object_storage import Patience
 from nanochat.mirror_owner import OWNER_NAME, claim_mirror, encode
@@ -126,11 +127,23 @@ def test_a_killed_run_goes_on_with_the_same_bits_on_an_empty_machine(machine, pl
         assert [event["step"] for event in training.events("started")] == [0, 4]
 
 
-def test_a_torn_newest_checkpoint_is_skipped_for_the_one_before(machine, place, whole):
+def flip(path):
+    """Change a byte of a file."""
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+
+
+def corrupt_pieces(place):
+    return [path.name for path in (place / "pieces").iterdir() if hash_file(path) != path.name]
+
+
+@pytest.mark.parametrize("damage", [lambda path: path.write_bytes(b"x"), flip])
+def test_a_torn_newest_checkpoint_is_skipped_for_the_one_before(machine, place, whole, damage):
     with machine("a"):
         stop_after(5, place)
     piece = piece_of_model(place)
-    piece.write_bytes(piece.read_bytes()[:-1])
+    damage(piece)
     with machine("b"):
         outcome = training.succeed(mirror_to=place)
         assert result() == whole
@@ -138,6 +151,21 @@ def test_a_torn_newest_checkpoint_is_skipped_for_the_one_before(machine, place, 
             "checkpoint-4 is skipped" in outcome.err and f"{piece.name} is corrupt" in outcome.err
         )
         assert [event["step"] for event in training.events("started")] == [0, 2]
+    assert corrupt_pieces(place) == [], "the step that was taken again is whole"
+
+
+def test_a_checkpoint_that_is_damaged_here_does_not_reach_the_mirror(machine, place):
+    with machine("a"):
+        training.succeed(num_iterations=2)
+        flip(training.final() / "model" / "pytorch_model.bin")
+        error = training.refuse(num_iterations=2, mirror_to=place)
+        assert "no checkpoint can be used" in error
+        run = mirror.RunMirror(Settings(mirror_to=str(place)), training.run_dir())
+        run.event("started", 2, {})
+        training.wait_for(lambda: read_mirror_state(training.run_dir())["problem"])
+        run.release()
+        assert "corrupt" in read_mirror_state(training.run_dir())["problem"]
+    assert corrupt_pieces(place) == [] and marks(place) == []
 
 
 @pytest.mark.parametrize("damage", [Path.unlink, lambda path: path.write_bytes(b"{}")])

@@ -34,11 +34,12 @@ from nanochat import mirror_owner
 from nanochat.cli import Parser, run_main
 from nanochat.common import begin_launch, table
 from nanochat.mirror_store import as_file, open_store
+from nanochat.run_dir import is_step, iter_log
 from tests import training
 from tests.object_store import object_store
 
 SHORTEST_S = 0.3
-LONGEST_S = 4.0
+LONGEST_S = 6.0
 SAVE_EVERY = 10
 TAG = "run"
 
@@ -89,22 +90,25 @@ def tear(place: str) -> str:
 
 
 def live(folder: Path, flags: dict[str, Any], seconds: float | None) -> list[Any]:
-    """One machine. Returns (first step, number of steps, how it ended)."""
+    """One machine, which is killed after some seconds. Returns (first step, number of steps, how it
+    ended); the first step is None if it was killed before its run was ready."""
+    began = time.time()
     with machine(folder):
         process = training.start(hook=hurry, **flags)
         if seconds is not None:
             process.processes[0].join(seconds)
             process.kill()
-        codes = process.wait()
-        started = training.events("started")
-        first = started[-1]["step"] if started else None
-        begun = next((line for line in reversed(training.all_steps())), None)
-        is_new = first is not None and begun is not None and begun["step"] >= first
-        steps = begun["step"] + 1 - first if is_new and begun is not None else 0
-        end = "killed" if codes == [-9] else f"exit code {codes[0]}"
-        if codes not in ([-9], [0]):
-            print(process.text())
-    return [first, steps, end]
+        [code] = process.wait()
+        first = None
+        steps = 0
+        for record in iter_log(training.log_file()):
+            if record.get("event") == "started" and record["time"] >= began:
+                first = record["step"]
+            elif first is not None and is_step(record):
+                steps += 1
+    if code not in (-9, 0):
+        print(process.text())
+    return [first, steps, "killed" if code == -9 else f"exit code {code}"]
 
 
 def demonstrate(work: Path, place: str, machines: int, steps: int, seed: int) -> bool:
@@ -138,14 +142,14 @@ def demonstrate(work: Path, place: str, machines: int, steps: int, seed: int) ->
     print(*table(["run", "weights", "digests of all steps"], lines), sep="\n")
     killed = sum(row[-2] == "killed" for row in rows)
     print(f"{killed} kills in {time.monotonic() - began:.0f} s; equal: {actual == expected}")
-    return actual == expected and killed == machines
+    return actual == expected
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the demonstration. The exit code is 1 if the weights or batches differ."""
     parser = Parser(description=__doc__)
     parser.add_argument("--machines", type=int, default=20, help="how many are killed")
-    parser.add_argument("--steps", type=int, default=1500, help="the length of the run")
+    parser.add_argument("--steps", type=int, default=2000, help="the length of the run")
     parser.add_argument("--seed", type=int, default=0, help="decides when the kills happen")
     parser.add_argument("--bucket", action="store_true", help="the mirror is in object storage")
     args = parser.parse_args(argv)

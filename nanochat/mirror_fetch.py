@@ -39,8 +39,8 @@ from nanochat.common import (
     write_bytes,
 )
 from nanochat.config import Settings, resume_settings
-from nanochat.mirror_marks import Mark, Piece, piece_of
-from nanochat.mirror_store import Store
+from nanochat.mirror_marks import Mark, Piece, piece_of, read_marks
+from nanochat.mirror_store import Store, open_store
 from nanochat.run_dir import CONFIG_NAME, delete_checkpoint, remove_tree
 
 log = logging.getLogger(__name__)
@@ -224,6 +224,18 @@ class Fetch:
                     os.fsync(file.fileno())
                 fsync_dir(path.parent)
         return total
+
+
+# ---- before a launch -----------------------------------------------------------------------------
+
+
+def mirrored_config(where: str) -> dict[str, Any]:
+    """The config.json of the run in a mirror; {} if it has no checkpoint yet. ValueError or OSError
+    if it cannot be read."""
+    store = open_store(where)
+    marks = read_marks(store)
+    fetch = Fetch(store, marks, Path())
+    return fetch.first_good(fetch.marks, fetch._config, required=bool(marks)) or {}
 
 
 # ---- helpers -------------------------------------------------------------------------------------

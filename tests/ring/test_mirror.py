@@ -19,7 +19,7 @@ from nanochat.integrations.object_storage import Patience
 from nanochat.mirror_owner import OWNER_NAME, claim_mirror, encode
 from nanochat.mirror_store import Folder, as_file, open_store
 from nanochat.run_state import read_mirror_state
-from scripts import status
+from scripts import base_train, status
 from tests import training
 from tests.crashes import die
 from tests.object_store import ACCESS_KEY, Fault
@@ -231,6 +231,23 @@ def test_a_completed_run_is_complete_on_an_empty_machine(machine, place):
     with machine("b"):
         assert "nothing to do" in training.succeed(num_iterations=2, mirror_to=place).out
         assert training.log_file().read_bytes() == before
+
+
+def test_a_fork_goes_on_on_an_empty_machine_without_its_parent(machine, place):
+    fork = {"fork_from": "run@2", "model_tag": "child", "matrix_lr": 0.01}
+    with machine("a"):
+        training.succeed(num_iterations=4)
+        argv = [*training.as_flags({**fork, "mirror_to": place})]
+        assert base_train.main(argv) == 0
+        whole = training.state_of(training.final("child"))
+    for name in marks(place)[1:]:
+        [path] = (place / "marks").glob(f"*-{name}-*")
+        path.unlink()
+    with machine("b"):
+        argv.append(f"--data-path={training.run_dir().parents[1] / 'data'}")
+        assert base_train.main(argv) == 0
+        assert training.state_of(training.final("child")) == whole
+        assert [event["step"] for event in training.events("started", "child")] == [2, 2]
 
 
 # ---- what is here, and what is there -------------------------------------------------------------

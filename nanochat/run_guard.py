@@ -1,7 +1,8 @@
 """
 What a launch is protected by, as one context around all of it.
 
-    enter    signals are recorded from here on; the processes find each other; rank 0 locks the run
+    enter    signals are recorded from here on; the processes find each other; rank 0 locks the run,
+             and owns its mirror, if it has one
     sign     the launch owns the run: its record, and RUN/.run_state.json
     watch    a rank that hangs or dies ends all of them, within a stated time
     leave    in reverse order. A command that was refused has left no trace
@@ -46,7 +47,8 @@ class Guard:
     """Enter it on every rank.
 
     rank, world_size, device: of this process. ranks: `run_state.identify` of each rank. owner and,
-    once the run is signed, state: on rank 0 only.
+    once the run is signed, state: on rank 0 only. mirror: does nothing without --mirror-to, and on
+    other ranks.
 
         method                          ranks       thread    waits for
         lost                            0; else ''  any       the disk

@@ -4,6 +4,7 @@ folders and in object storage. The laws of owners and stores are in tests/spec/t
 import contextlib
 import errno
 import json
+import shutil
 import signal
 from functools import partial
 from pathlib import Path
@@ -121,6 +122,7 @@ def test_a_killed_run_goes_on_with_the_same_bits_on_an_empty_machine(machine, pl
     with machine("a"):
         stop_after(5, place)
     with machine("b"):
+        shutil.rmtree(training.run_dir().parents[1] / "tokenizer")
         outcome = training.succeed(mirror_to=place)
         assert result() == whole
         assert "it has step 4, and nothing is here" in outcome.out

@@ -13,10 +13,14 @@ from unittest import mock
 import pytest
 
 from nanochat import mirror, mirror_owner
+from nanochat.checkpoint import list_checkpoints, load_checkpoint
 from nanochat.common import begin_launch, hash_file
 from nanochat.config import Settings
 from nanochat.integrations import mirror_bucket
 from nanochat.integrations.object_storage import Patience
+from nanochat.mirror import open_job
+from nanochat.mirror_fetch import Fetch
+from nanochat.mirror_marks import read_marks
 from nanochat.mirror_owner import OWNER_NAME, claim_mirror, encode
 from nanochat.mirror_store import Folder, as_file, open_store
 from nanochat.run_state import read_mirror_state
@@ -318,6 +322,57 @@ def test_a_checkpoint_that_is_deleted_here_while_it_is_copied_is_copied_whole(ma
         training.succeed(mirror_to=place, keep_last_k=1)
         copied = [event["checkpoint"] for event in training.events("mirrored")]
         assert copied[0] == "checkpoint-2" and not training.events("mirror_failed")
+
+
+class Killed(BaseException):
+    """Stands for a kill."""
+
+
+def killed_at(number):
+    """A folder whose owner is killed before this change of it."""
+    changes = iter(range(number))
+
+    def patched(name):
+        original = getattr(Folder, name)
+
+        def change(self, *args):
+            if next(changes, None) is None:
+                raise Killed
+            return original(self, *args)
+
+        return mock.patch.object(Folder, name, change)
+
+    stack = contextlib.ExitStack()
+    for name in ("write", "delete"):
+        stack.enter_context(patched(name))
+    return stack
+
+
+def test_wherever_its_owner_is_killed_the_newest_mark_is_whole(machine, place, tmp_path):
+    """Each copy replaces the mark before it, as with --keep-last-k=1."""
+    with machine("a"):
+        training.succeed()
+        names = ["checkpoint-2", "checkpoint-4", "checkpoint-6"]
+        settings = Settings(mirror_to=str(place), keep_last_k=1)
+        steps = []
+        is_killed = True
+        number = 0
+        while is_killed:
+            shutil.rmtree(place, ignore_errors=True)
+            run = mirror.RunMirror(settings, training.run_dir())
+            with contextlib.suppress(Killed), killed_at(number):
+                for name in names:
+                    run._copy(open_job(training.run_dir() / "checkpoints" / name))
+                is_killed = False
+            run.lease.give_back()
+            found = read_marks(run.store)
+            if found:
+                target = tmp_path / f"killed-{number}"
+                Fetch(run.store, found, target).checkpoint(-1)
+                [path] = list_checkpoints(target)
+                steps.append(load_checkpoint(path).step)
+            number += 1
+        assert steps == sorted(steps) and {*steps} == {2, 4, 6}, number
 
 
 # ---- a mirror that fails -------------------------------------------------------------------------

@@ -136,11 +136,13 @@ def outdated(marks: Mapping[str, Mark], newest: str, settings: SaveSettings) -> 
     old = []
     may_go = []
     for name, mark in sorted(marks.items(), key=lambda item: item[1].order):
-        is_numbered = mark.checkpoint != "final"
+        # a `final` from before the run was extended is an ordinary checkpoint now
+        is_final = mark.checkpoint == "final" and mark.step == now.step
         is_counted = settings.keep_last_k is not None or mark.by_time
-        if name != newest and mark.checkpoint == now.checkpoint:
+        is_same = mark.checkpoint == now.checkpoint and mark.step == now.step
+        if is_same and name != newest:
             old.append(name)
-        elif is_numbered and is_counted and not mark.kept and mark.step <= now.step:
+        elif is_counted and not is_final and not mark.kept and mark.step <= now.step:
             may_go.append(name)
     number = settings.keep_last_k or TIMED_KEPT
     old += [name for name in may_go[:-number] if name != newest]

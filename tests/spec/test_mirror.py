@@ -188,6 +188,12 @@ def test_a_mark_replaces_an_earlier_one_of_the_same_checkpoint():
     assert left([mark(2), mark(4), mark(4)], 2) == ["checkpoint-2", "checkpoint-4"]
 
 
+def test_the_end_of_a_run_that_was_extended_is_an_ordinary_checkpoint():
+    marks = [mark(2), mark(4, name="final"), mark(6), mark(8, name="final")]
+    assert len(left(marks, 3)) == 4
+    assert left(marks, 3, keep_last_k=1) == ["checkpoint-6", "final"]
+
+
 def test_marks_of_later_steps_stay():
     assert len(left([mark(8), mark(6), mark(4), mark(2)], 3, keep_last_k=1)) == 4
 

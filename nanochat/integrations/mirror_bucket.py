@@ -120,6 +120,7 @@ class Bucket:
 
     def check(self, name: str) -> None:
         if self.swap(name, b"{}", None) is not None:
+            self.delete(name)
             raise ValueError(
                 f"{self.where}: this service ignores If-None-Match, so two machines could own the run; use one "
                 f"with conditional writes, or a folder"

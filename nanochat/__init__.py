@@ -24,7 +24,8 @@ Files and text:
     prepare          other text to parquet, once        pretokenize      text to token files, once
     dataset          nanochat's names; download
 
-The stream: `curriculum` mixes buckets, `plan` says when one runs dry, `find` where a document is.
+The stream: `curriculum` mixes buckets, `plan` says when one runs dry, `find` where a document is;
+`seen` (with `ngrams`) says which items of a benchmark a run has trained on.
 
 Training: `schedule`, `spikes`, `steps` (plain values), `loss_eval` and `evaluations` (between steps),
 `core_eval` (CORE), `engine` (generation).

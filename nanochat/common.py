@@ -353,13 +353,21 @@ def fsync_dir(path: Path) -> None:
         os.close(fd)
 
 
-def make_folder(path: Path) -> None:
-    """Make a folder, and those above it that are missing, so that their names survive a power
-    cut."""
+def make_folder(path: Path) -> list[Path]:
+    """Make a folder, and those above it that are missing, so that their names survive a power cut.
+    Returns what was missing, the innermost first."""
     missing = [folder for folder in (path, *path.parents) if not folder.exists()]
-    path.mkdir(parents=True, exist_ok=True)
+    for tries_left in reversed(range(100)):
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            break
+        except FileExistsError:  # no folder, or another process is removing it
+            if not tries_left:
+                raise
     for folder in missing:
-        fsync_dir(folder.parent)
+        with contextlib.suppress(FileNotFoundError):
+            fsync_dir(folder.parent)
+    return missing
 
 
 @contextlib.contextmanager

@@ -68,12 +68,13 @@ class Item:
     """A question.
 
     The texts to choose from are `contexts[i] + delimiter + continuations[i]`, and text number
-    `gold` is the answer. A language-modeling item has one text.
+    `gold` is the answer. A language-modeling item has one text. `line`: of its file, from 1.
     """
 
     contexts: list[str]
     continuations: list[str]
     gold: int
+    line: int = 0
 
 
 @dataclass(frozen=True)
@@ -202,7 +203,7 @@ def _read_items(path: Path, kind: str, label: str) -> list[Item]:
         entry = parse_json(line, where, SHAPES[kind], remedy=FETCH)
         if kind == "language_modeling":
             context = str(entry["context"]).strip()
-            items.append(Item([context], [str(entry["continuation"])], 0))
+            items.append(Item([context], [str(entry["continuation"])], 0, number))
             continue
         is_choice = kind == "multiple_choice"
         options = [str(option) for option in entry["choices" if is_choice else "context_options"]]
@@ -214,8 +215,9 @@ def _read_items(path: Path, kind: str, label: str) -> list[Item]:
             )
         shared = str(entry["query" if is_choice else "continuation"])
         copies = [shared] * len(options)
-        item = Item(copies, options, gold) if is_choice else Item(options, copies, gold)
-        items.append(item)
+        contexts = copies if is_choice else options
+        continuations = options if is_choice else copies
+        items.append(Item(contexts, continuations, gold, number))
     return items
 
 

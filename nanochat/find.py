@@ -20,7 +20,7 @@ from the file. In pretokenized files, each entry is a document.
 import itertools
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
@@ -29,6 +29,7 @@ import numpy as np
 from tqdm import tqdm
 
 from nanochat.order import Order, StreamConfig, open_order
+from nanochat.rows import Row
 from nanochat.sources import Source
 from nanochat.stream import Cursor, DocumentKey, RowsConfig, Stream
 
@@ -194,7 +195,6 @@ class History:
         """
         [lane] = stream.lanes
         feed = stream.feeds[bucket][lane]
-        has_tail_bos = self.config.layout == "bestfit"  # a tail begins with a BOS of its own
         uses = []
         while step < self.trained:
             has_read_it = (feed.epoch, feed.place) > (key.epoch, place)
@@ -202,15 +202,113 @@ class History:
                 break
             rows = stream.next_rows(self.rows_per_lane)
             for number, row in enumerate(rows, lane * self.rows_per_lane):
-                for placed, start, length, _ in row.placed:
+                for placed, use in self._uses_in(row, step, number):
                     if placed == key and row.bucket == bucket:
-                        num_bos = 1 if start > 0 and has_tail_bos else 0
-                        stop = start + length - num_bos
-                        uses.append(Use(key.epoch, step, number, lane, start, stop))
+                        uses.append(use)
             step += 1
             if len(rows) < self.rows_per_lane:
                 break
         return uses
+
+    def _uses_in(self, row: Row, step: int, number: int) -> Iterator[tuple[DocumentKey, Use]]:
+        """The documents of row `number` of a step, each with its use."""
+        has_tail_bos = self.config.layout == "bestfit"  # a tail begins with a BOS of its own
+        for placed, start, length, _ in row.placed:
+            key = DocumentKey(*placed)
+            num_bos = 1 if start > 0 and has_tail_bos else 0
+            stop = start + length - num_bos
+            yield key, Use(key.epoch, step, number, row.lane, start, stop)
+
+    def uses_of(self, documents: Sequence[DocumentPlace]) -> dict[DocumentPlace, list[Use]]:
+        """The uses of many documents in completed steps, with a progress bar.
+
+        The saves show which lanes used some of the documents between two saves. Each of these lanes
+        is packed again, once for all documents.
+        """
+        uses: dict[DocumentPlace, list[Use]] = {document: [] for document in documents}
+        if not documents:
+            return uses
+        wanted = {(place.bucket, place.group, place.row): place for place in documents}
+        reads = self._reads(documents)
+        begins = sorted({self.nearest_cursors(step)[0] for step in self.saves})
+        spans = [*itertools.pairwise([step for step in begins if step < self.trained])]
+        if begins[0] < self.trained:
+            spans.append((max(step for step in begins if step < self.trained), self.trained))
+        for begin, end in tqdm(spans, desc="packing again", unit="save", disable=None):
+            lanes = self._lanes_using(wanted, reads, begin, end)
+            for row, step, number in self._rows_between(lanes, begin, end):
+                for key, use in self._uses_in(row, step, number):
+                    document = wanted.get((row.bucket, key.group, key.row))
+                    if document is not None:
+                        uses[document].append(use)
+        return uses
+
+    def _reads(
+        self, documents: Sequence[DocumentPlace]
+    ) -> dict[tuple[int, str], list[tuple[int, int]]]:
+        """{(lane, bucket): (epoch, place) of each read of one of the documents, ascending}, in the
+        epochs that the newest save has reached."""
+        _, cursors = self.nearest_cursors(self.trained)
+        reads: dict[tuple[int, str], list[tuple[int, int]]] = {}
+        for bucket in {document.bucket for document in documents}:
+            reached = [epoch for (_, of), (epoch, _) in _positions(cursors).items() if of == bucket]
+            if not reached:
+                continue
+            order = open_order(self.sources[bucket], bucket=bucket, config=self.config)
+            of_bucket = [document for document in documents if document.bucket == bucket]
+            for epoch in range(max(reached) + 1):
+                for document in of_bucket:
+                    lane, place = order.lane_and_place(epoch, document.group, document.row)
+                    reads.setdefault((lane, bucket), []).append((epoch, place))
+        return {key: sorted(places) for key, places in reads.items()}
+
+    def _lanes_using(
+        self,
+        wanted: Container[tuple[str, int, int]],
+        reads: Mapping[tuple[int, str], Sequence[tuple[int, int]]],
+        begin: int,
+        end: int,
+    ) -> list[int]:
+        """The lanes that may use a wanted document (bucket, group, row) from a save at step `begin`
+        up to step `end`; all of them, if there is no save at `end`."""
+        saved, later = self.nearest_cursors(end)
+        if saved != end:
+            return list(range(self.config.V))
+        _, cursors = self.nearest_cursors(begin)
+        lanes = set()
+        for cursor in cursors or ():
+            for bucket, feed in cursor["buckets"].items():
+                pending = [(bucket, group, row) for _, group, row, *_ in feed["waiting"]]
+                if any(document in wanted for document in pending):
+                    lanes.add(cursor["lane"])
+        first = _positions(cursors)
+        last = _positions(later)
+        for key, places in reads.items():
+            num_before = bisect_left(places, first.get(key, (0, -1)))
+            if num_before < bisect_left(places, last.get(key, (math.inf, 0))):
+                lanes.add(key[0])
+        return sorted(lanes)
+
+    def _rows_between(
+        self, lanes: Sequence[int], begin: int, end: int
+    ) -> Iterator[tuple[Row, int, int]]:
+        """(row, step, its number in the step) of some lanes, from a save at step `begin` up to step
+        `end`."""
+        if not lanes:
+            return
+        _, cursors = self.nearest_cursors(begin)
+        mine = None
+        if cursors is not None:
+            mine = [cursor for cursor in cursors if cursor["lane"] in lanes]
+        stream = Stream(
+            self.config, self.sources, lanes, tokenizer=self.tokenizer, cursors=mine, drop_dry=True
+        )
+        with closing(stream):
+            for step in range(begin, end):
+                of_lane = itertools.groupby(stream.next_rows(self.rows_per_lane), lane_of)
+                for lane, rows in of_lane:
+                    for number, row in enumerate(rows, lane * self.rows_per_lane):
+                        yield row, step, number
 
     def _expected(self, stream: Stream, bucket: str, first: int) -> float:
         """The approximate step at which a stream's only lane will have used a bucket's documents.
@@ -231,6 +329,21 @@ class History:
                 due -= 1
             row += 1
         return math.inf if due > 0 else row / self.rows_per_lane
+
+
+def lane_of(row: Row) -> int:
+    """The lane of a row."""
+    return row.lane
+
+
+def _positions(cursors: Sequence[Cursor] | None) -> dict[tuple[int, str], tuple[int, int]]:
+    """{(lane, bucket): (epoch, place) that the lane had reached}. Empty at the beginning of the
+    data."""
+    positions = {}
+    for cursor in cursors or ():
+        for bucket, feed in cursor["buckets"].items():
+            positions[cursor["lane"], bucket] = feed["epoch"], feed["place"]
+    return positions
 
 
 def sample_passes(

@@ -29,11 +29,11 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Protocol
 
-from nanochat.common import Stop, parse_json
+from nanochat.common import Stop, make_folder, parse_json
 from nanochat.run_dir import finite, open_regular, set_aside
 from nanochat.run_state import (
     ACTIVE,
@@ -67,10 +67,10 @@ class Owner:
     """The right of one launch to write into a run directory. It lasts while the owner's file there
     is the one this launch opened and locked, and has its record."""
 
-    def __init__(self, run_dir: Path, file: BinaryIO, made: Sequence[Path]) -> None:
+    def __init__(self, run_dir: Path, file: BinaryIO, made: Sequence[Path], record: bytes) -> None:
         self.run_dir = run_dir
         self._file = file
-        self._record = file.read()  # that of the last owner, until `sign`
+        self._record = record  # that of the last owner, until `sign`
         self._made = [] if self._record else made  # what `claim` made, the innermost first
 
     def sign(self) -> None:
@@ -157,16 +157,28 @@ def last_owner(run_dir: Path) -> tuple[bytes, bool]:
         return b"", False
     if free is None:
         state = read_state(run_dir)
-        return record, state is not None and state["status"] in ACTIVE and seems_alive(state)
+        is_active = state is not None and state["status"] in ACTIVE and seems_alive(state)
+        return record, is_active or _has_just_signed(record, state)
     return record, not free
 
 
-def check_free(run_dir: Path) -> None:
-    """Check that no launch owns the run, without changing anything. ValueError names the process
-    that owns the run, or an owner's file that is not a regular one."""
+def _has_just_signed(record: bytes, state: Mapping[str, Any] | None) -> bool:
+    """Whether the process of an owner's record is alive, and has not written its state yet."""
+    try:
+        owner = parse_json(record, "", OWNER)
+    except ValueError:
+        return False
+    before = state["ranks"][0] if state else {}
+    return is_alive_here(owner) and any(owner[name] != before.get(name) for name in PROCESS)
+
+
+def check_free(run_dir: Path) -> bytes:
+    """Check that no launch owns the run, without changing anything. Returns the record of the last
+    owner. ValueError names the process that owns the run, or an owner's file that is not a regular
+    one."""
     record, alive = last_owner(run_dir)
     if not alive:
-        return
+        return record
     try:
         owner = parse_json(record, "", OWNER)
         who = f"host {owner['host']!a}, pid {owner['pid']}, since {owner['since']!a}"
@@ -185,7 +197,7 @@ def claim(run_dir: Path) -> Owner:
     path = run_dir / OWNER_NAME
     made: list[Path] = []
     for _ in range(LOCK_TRIES):
-        made += make_folders(run_dir)
+        made += make_folder(run_dir)
         with contextlib.ExitStack() as stack:
             try:
                 file, is_new = _open_or_make(path)
@@ -196,13 +208,14 @@ def claim(run_dir: Path) -> Owner:
                 same = os.path.samestat(os.fstat(file.fileno()), os.lstat(path))
             except FileNotFoundError:
                 continue
-            if locked is None:
-                check_free(run_dir)  # raises the error that names the owner
             if locked is not False and same:
+                # without locks, `sign` is refused if another launch has signed since then
+                record = file.read() if locked else check_free(run_dir)
                 # a forked child would keep the lock; executed programs do not
                 os.register_at_fork(after_in_child=file.close)
                 stack.pop_all()
-                return Owner(run_dir, file, made)
+                # without locks, what this launch made may be another's by the time it withdraws
+                return Owner(run_dir, file, made if locked else [], record)
         time.sleep(LOCK_TRY_S)
     check_free(run_dir)
     raise ValueError(MOMENT_AGO.format(run_dir))
@@ -214,13 +227,6 @@ def _open_or_make(path: Path) -> tuple[BinaryIO, bool]:
         return open_regular(path, os.O_RDWR | os.O_CREAT | os.O_EXCL), True
     except FileExistsError:
         return open_regular(path, os.O_RDWR), False
-
-
-def make_folders(path: Path) -> list[Path]:
-    """Make a folder and its missing parents. Returns what was missing, the innermost first."""
-    missing = [folder for folder in (path, *path.parents) if not folder.exists()]
-    path.mkdir(parents=True, exist_ok=True)
-    return missing
 
 
 def liveness(run_dir: Path, state: Mapping[str, Any]) -> str:
@@ -241,20 +247,27 @@ def exit_code(run_dir: Path, state: Mapping[str, Any]) -> int:
     ]
 
 
+class LookForRequest(Protocol):
+    """See `RunState`."""
+
+    def __call__(self, run_dir: Path, *, has_stopped: bool = False) -> None: ...
+
+
 class RunState(Sink):
     """Rank 0's writer of the state, the last sink of its journal.
 
     Leaving the context without a final status sets "stopped" (for a Stop) or "failed", with
     the exception as the reason. `ranks`: the values of `identify` on each rank, in rank order.
-    `look_for_request`: called with the run directory, to look for a request to stop. Only `refresh`
-    uses the disk, and the watchdog calls it, so that no step waits.
+    `look_for_request`: called with the run directory and whether this launch has stopped, to look
+    for a request to stop. Only `refresh` uses the disk, and the watchdog calls it, so that no step
+    waits.
     """
 
     def __init__(
         self,
         owner: Owner,
         ranks: Sequence[dict[str, Any]],
-        look_for_request: Callable[[Path], None] = lambda run_dir: None,
+        look_for_request: LookForRequest = lambda run_dir, *, has_stopped=False: None,
         **news: object,
     ) -> None:
         self.owner = owner
@@ -293,8 +306,10 @@ class RunState(Sink):
         with self._one_writer:
             if self._closed:
                 return ""
-            self._look_for_request(self.owner.run_dir)
             lost, state = self.owner.lost(), dict(self._state)
+            if not lost:
+                has_stopped = state["status"] == "stopped"
+                self._look_for_request(self.owner.run_dir, has_stopped=has_stopped)
             if not lost and (
                 state != self._written or time.monotonic() - self._written_at >= HEARTBEAT_S
             ):

@@ -164,7 +164,7 @@ class StopWatch:
         self._previous_wakeup = -1
         self._began_s = max(began_s(launcher_pid()), StopWatch.ended)
         self._first_request = read_request(run_dir) if run_dir else None
-        self._flagged = False
+        self._request: Request | None = None  # that this launch honours
         self._last_check: float | None = None
         self._steps: deque[float] = deque(maxlen=RECENT_STEPS)
         self._between_s = 0.0  # work between steps since the last check
@@ -223,17 +223,18 @@ class StopWatch:
 
         threading.Thread(target=watch, name="ctrl-c", daemon=True).start()
 
-    def look_for_request(self, run_dir: Path) -> None:
+    def look_for_request(self, run_dir: Path, *, has_stopped: bool = False) -> None:
         """Check for a request to stop, and delete one that an earlier launch left behind. The
-        owner's heartbeat calls this, so that no step waits for a disk."""
+        owner's heartbeat calls this, so that no step waits for a disk. `has_stopped`: delete what
+        is there, because it must not stop a launch that waits for the end of this one, too."""
         with contextlib.suppress(OSError):
-            request = None if self._flagged else read_request(run_dir)
+            request = None if self._request and not has_stopped else read_request(run_dir)
             if request is None:
                 return
-            if self._is_leftover(request):
+            if has_stopped or self._is_leftover(request):
                 os.unlink(run_dir / FLAG_NAME)
             else:
-                self._flagged = True
+                self._request = request
 
     def _is_leftover(self, request: "Request") -> bool:
         """Whether a request to stop was meant for an earlier launch. No clock that can be set
@@ -257,7 +258,7 @@ class StopWatch:
         call at any time."""
         if not self._reason and self._signals:
             self._reason = signal.Signals(self._signals[0]).name
-        if not self._reason and self._flagged:
+        if not self._reason and self._request:
             self._reason = "asked by scripts.stop"
         return self._reason
 

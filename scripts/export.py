@@ -42,7 +42,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from nanochat import gpt, integrations
+from nanochat import gpt, integrations, seen
 from nanochat.any_step import make_available
 from nanochat.checkpoint import (
     MODEL_NAME,
@@ -76,7 +76,7 @@ from nanochat.run_settings import build_model, resolve
 from nanochat.tokenizer import RustBPETokenizer, Tokenizer, get_tokenizer, replace_surrogates
 from scripts.receipt import NAME as RECEIPT_NAME
 from scripts.receipt import make_receipt
-from scripts.report import escape_html, markdown
+from scripts.report import contamination_table, escape_html, markdown
 
 log = logging.getLogger(__name__)
 
@@ -359,6 +359,10 @@ def model_card(checkpoint: Checkpoint, run: RunReader, num_parameters: int) -> b
     facts = [("parameters", num_parameters), *facts_about(checkpoint, run)]
     about = "\n".join(markdown(("fact", "value"), facts))
     data = "\n".join(markdown(("data", "documents", "bytes", "folder"), files))
+    results = seen.read_results(run.run_dir)
+    if results:
+        benchmarks = contamination_table(results, step)
+        data += "\n".join(["", "Benchmarks in the data:", "", *benchmarks, ""])
     return f"""---
 library_name: transformers
 pipeline_tag: text-generation

@@ -6,6 +6,7 @@ no GPU.
     python -m scripts.inspect_data digest mine --steps=0:10             # recomputed and compared with the log
     python -m scripts.inspect_data spikes mine                          # outlier steps, and their rows with high losses
     python -m scripts.inspect_data find mine --document=shard_00000.parquet:41      # or --text="some words"
+    python -m scripts.inspect_data find mine --texts=questions.jsonl    # which items it trained on (--core: CORE's)
     python -m scripts.inspect_data ledger mine                          # where every token went
     python -m scripts.inspect_data rows --config=runs/laptop.yaml --data-path=mytext --step=0      # before a run
     python -m scripts.inspect_data rows mine.json --step=17 --data-path=mytext      # a receipt (scripts.receipt)
@@ -38,11 +39,20 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
+from nanochat import seen
 from nanochat.cli import EXIT_FAILED, Parser, run_main, setup_logging, whole
 from nanochat.common import counted, show, table, visible
 from nanochat.config import Settings, add_flags, flag, from_flags
 from nanochat.dataloader import StepLayout
-from nanochat.find import DocumentPlace, History, Pass, documents_with, find_document, sample_passes
+from nanochat.find import (
+    DocumentPlace,
+    History,
+    Pass,
+    Use,
+    documents_with,
+    find_document,
+    sample_passes,
+)
 from nanochat.order import StreamConfig
 from nanochat.pins import is_prepared
 from nanochat.rows import Row
@@ -69,6 +79,11 @@ epoch: pass over the data; start, stop: its tokens from start to before stop; of
 FIND_LEGEND = """\
 epoch: pass over the data; row: its number in the step; lane: the virtual reader; start, stop: its tokens from start
 to before stop are in the row; loss: the row's mean; numbers count from 0"""
+SEEN_LEGEND = """\
+shared, of: how many of the item's n-grams are in the document, and how many it has; loss before: of the row, at the
+first step that trained on the item; loss after: at the last later one; steps: those whose rows share its n-grams
+n: words of an n-gram; in the data: items that share one with a training document; seen: items that the model learned
+one of; numbers count from 0, lines from 1"""
 JUDGED = ("loss", "grad_norm")  # the numbers of a step in which spikes are looked for
 WORDS = 60  # characters shown from the beginning of a document
 
@@ -559,43 +574,54 @@ class Traced(NamedTuple):
         return any(one_pass.uses for one_pass in self.passes)
 
 
-def tracer(opened: Opened) -> Callable[[DocumentPlace], Iterator[Pass]]:
-    """The function that follows a training document through the run, epoch by epoch."""
+def history_of(opened: Opened) -> History:
+    """What fixes the rows of a run with --order=lanes."""
     run = opened.run
-    config = opened.config
-    data = opened.data
-    fingerprint = data.tokenizer.fingerprint
-    trained = run.num_steps
     first = opened.first_step
 
     @lru_cache(32)
     def nearest(step: int) -> tuple[int, list[Cursor] | None]:
         return run.nearest_cursors(max(step, first)) or (first, None)
 
+    return History(
+        opened.config,
+        opened.data.train,
+        opened.data.tokenizer.fingerprint,
+        opened.rows_per_lane,
+        sorted({first, *run.cursor_files}),
+        nearest,
+        run.num_steps,
+        max(run.num_steps, run.horizon or 0),
+    )
+
+
+def tracer(opened: Opened) -> Callable[[DocumentPlace], Iterator[Pass]]:
+    """The function that follows a training document through the run, epoch by epoch."""
+    config = opened.config
     if isinstance(config, StreamConfig):
-        saved_steps = sorted({first, *run.cursor_files})
-        end = max(trained, run.horizon or 0)
-        history = History(
-            config,
-            data.train,
-            fingerprint,
-            opened.rows_per_lane,
-            saved_steps,
-            nearest,
-            trained,
-            end,
-        )
-        return history.passes
-    stream: Any = open_stream(config, data.train, [0], tokenizer=fingerprint)
-    _, cursors = nearest(first)
+        return history_of(opened).passes
+    run = opened.run
+    fingerprint = opened.data.tokenizer.fingerprint
+    stream: Any = open_stream(config, opened.data.train, [0], tokenizer=fingerprint)
+    _, cursors = run.nearest_cursors(opened.first_step) or (0, None)
     return partial(
         sample_passes,
         stream,
         rows_per_step=opened.rows_per_step,
-        first_step=first,
+        first_step=opened.first_step,
         begin=cursors[0]["samples"] if cursors else 0,
-        trained=trained,
+        trained=run.num_steps,
     )
+
+
+def uses_of(
+    opened: Opened, documents: Sequence[DocumentPlace]
+) -> Mapping[DocumentPlace, Sequence[Use]]:
+    """The uses of training documents in the completed steps of a run."""
+    if isinstance(opened.config, StreamConfig):
+        return history_of(opened).uses_of(documents)
+    passes_of = tracer(opened)
+    return {place: [use for of in passes_of(place) for use in of.uses] for place in documents}
 
 
 def fate(opened: Opened, one_pass: Pass) -> str:
@@ -760,13 +786,14 @@ def passes_of(
 
 def show_find(opened: Opened, args: argparse.Namespace) -> int:
     """Print every training row with tokens of a document, epoch by epoch."""
+    if args.texts or args.core:
+        return show_items(opened, args)
     losses_of = lru_cache(None)(partial(recorded_losses, opened.run))
     any_rows = False
     for traced in named_documents(opened, args):
         split, document, _ = traced
         source = (opened.data.train if split == "train" else opened.data.val)[document.bucket]
-        listed = source.without.get(document.group)
-        left_out = listed is not None and bool(listed[document.row])
+        left_out = seen.is_masked(source, document)
         ids, words, origin = content_of(opened, source, document)
         passes = passes_of(opened, traced, ids, losses_of, args.text)
         if args.json:
@@ -830,6 +857,127 @@ def show_ledger(opened: Opened, args: argparse.Namespace) -> int:
     return EXIT_FAILED if unbalanced(accounts) else 0
 
 
+# ---- from a benchmark to the steps that trained on it --------------------------------------------
+
+
+def lineage(opened: Opened) -> Iterator[tuple[Opened, int]]:
+    """(a run, the number of its steps that count): the run itself; of a fork, also its ancestors up
+    to where it left them."""
+    end = opened.run.num_steps
+    while True:
+        yield opened, end
+        run = opened.run
+        begun_from = run.config.get("init_from")
+        if begun_from:
+            log.warning(
+                "%s began with the weights of %s, whose data is not searched", run.name, begun_from
+            )
+        if run.fork is None:
+            return
+        if run.parent_dir is None:
+            log.warning(
+                "%s is a fork of %s, which no longer exists: its steps are not searched",
+                run.name,
+                run.fork.place,
+            )
+            return
+        end = run.fork.step
+        opened = open_stream_of(run.parent_dir)
+
+
+def learned_documents(opened: Opened, names: Sequence[str]) -> list[DocumentPlace]:
+    """Those of some training documents FILE:DOC that a run reads and whose targets are not
+    masked."""
+    documents = []
+    for name in names:
+        try:
+            _, document = find_document({"train": opened.data.train}, name)
+        except ValueError:  # its file joined in a later fork
+            continue
+        if not seen.is_masked(opened.data.train[document.bucket], document):
+            documents.append(document)
+    return documents
+
+
+def item_uses(
+    opened: Opened, benchmark: seen.Benchmark, names: Sequence[str]
+) -> dict[tuple[str, int], list[seen.ItemUse]]:
+    """{(document, number of an item): rows that the model learned the item from} of some training
+    documents, over the run and its ancestors."""
+    found: dict[tuple[str, int], list[seen.ItemUse]] = {}
+    for of_run, end in lineage(opened):
+        losses_of = lru_cache(64)(partial(recorded_losses, of_run.run))
+        skipped = {event["step"] for event in of_run.run.named("skipped")}  # not applied
+        decode = of_run.data.tokenizer.decode
+        documents = learned_documents(of_run, names)
+        for document, all_uses in uses_of(of_run, documents).items():
+            uses = [use for use in all_uses if use.step < end and use.step not in skipped]
+            if not uses:
+                continue
+            ids = content_of(of_run, of_run.data.train[document.bucket], document).ids
+            parts = [decode(ids[use.start : use.stop].tolist()) for use in uses]
+            for shared in benchmark.index.find(parts):
+                use = uses[shared.text]
+                losses = losses_of(use.step)
+                item_use: seen.ItemUse = {
+                    "step": use.step,
+                    "epoch": use.epoch,
+                    "row": use.row,
+                    "loss": losses[use.row] if losses else None,
+                }
+                found.setdefault((document.name, shared.item), []).append(item_use)
+    return found
+
+
+def find_items(opened: Opened, benchmark: seen.Benchmark) -> dict[str, seen.TaskResult]:
+    """{task: which of its items are in the data, and which the run trained on}."""
+    data = {"train": opened.data.train, "validation": opened.data.val}
+    hits = list(seen.search(data, benchmark.index))
+    names = dict.fromkeys(hit.document.name for hit in hits if hit.split == seen.TRAIN)
+    uses = item_uses(opened, benchmark, [*names])
+    return benchmark.results(data, hits, uses, opened.run.num_steps)
+
+
+def show_items(opened: Opened, args: argparse.Namespace) -> int:
+    """Print which items of a benchmark the run has trained on, and store it in the run."""
+    tasks = seen.read_core(args.eval_bundle) if args.core else [*map(seen.read_texts, args.texts)]
+    results = find_items(opened, seen.Benchmark(tasks, n=args.ngram))
+    num_steps = opened.run.num_steps
+    counts = [seen.count(label, result, num_steps) for label, result in results.items()]
+    if args.json:
+        for label, result in results.items():
+            for item in result["found"]:
+                print(json.dumps(finite({"task": label, **item}), allow_nan=False))
+        for of_task in counts:
+            print(json.dumps(of_task._asdict()))
+    else:
+        print_items(results)
+        print(*table(seen.HEADER, [of_task.cells for of_task in counts]), SEEN_LEGEND, sep="\n")
+    path = seen.store(opened.run.run_dir, results)
+    log.info("result: %s; scripts.report and the model card show it", path)
+    return 0
+
+
+def print_items(results: Mapping[str, seen.TaskResult]) -> None:
+    """Print a table of the first items that were found, those that were seen first."""
+    rows = []
+    for label, result in results.items():
+        for item in result["found"]:
+            uses = seen.uses_of(item)
+            before, after = seen.losses_of(item)
+            best = max(item["documents"], key=lambda document: document["shared"])
+            steps = ", ".join(str(step) for step in sorted({use["step"] for use in uses})[:WORST])
+            name = visible(best["document"])
+            cells = [visible(label), item["line"], name, best["shared"], item["ngrams"]]
+            rows.append([*cells, steps or "-", before, after])
+    rows.sort(key=lambda row: row[5] == "-")
+    columns = ["task", "line", "document", "shared", "of", "steps", "loss before", "loss after"]
+    if rows:
+        print(*table(columns, rows[:DOCUMENTS]), sep="\n")
+    if len(rows) > DOCUMENTS:
+        print(f"{DOCUMENTS} of {len(rows):,} items; --json shows all")
+
+
 # ---- the command line ---------------------------------------------------------------------------
 
 
@@ -886,6 +1034,26 @@ def add_find_flags(parser: Parser) -> None:
     named.add_argument(
         "--text",
         help=f"find up to {DOCUMENTS} documents that contain this text, those trained on first",
+    )
+    named.add_argument(
+        "--texts",
+        action="append",
+        metavar="FILE[:FIELD]",
+        help="find all documents that share n-grams of words with the items of a benchmark, a jsonl file "
+        f"(default FIELD: {seen.TEXT_FIELD}); may be repeated",
+    )
+    named.add_argument("--core", action="store_true", help="the same for the tasks of CORE")
+    parser.add_argument(
+        "--ngram",
+        type=whole(1),
+        default=seen.NGRAM,
+        metavar="N",
+        help="with --texts and --core: words of an n-gram",
+    )
+    parser.add_argument(
+        "--eval-bundle",
+        metavar="DIR",
+        help="with --core: folder of CORE's tasks (default: <base dir>/eval_bundle)",
     )
 
 

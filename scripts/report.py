@@ -16,12 +16,13 @@ import argparse
 import re
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 from typing import Any
 
+from nanochat import seen
 from nanochat.cli import Parser, run_main
 from nanochat.common import counted, duration, show, visible, write_bytes
 from nanochat.run_dir import changes_text, find_run
@@ -278,6 +279,24 @@ def data_part(run: RunReader) -> list[str]:
     return [*lines, escape_html(ledger), "", *markdown(columns, rows)]
 
 
+def contamination_part(run: RunReader) -> list[str]:
+    """Which items of benchmarks the run has seen, if that was searched."""
+    results = seen.read_results(run.run_dir)
+    if not results:
+        sentence = (
+            f"Not searched: `python -m scripts.inspect_data find {run.name} --core` finds the items of CORE "
+            f"that the run has seen, and `--texts=FILE` those of another benchmark."
+        )
+        return [escape_html(sentence)]
+    return contamination_table(results, run.num_steps)
+
+
+def contamination_table(results: Mapping[str, seen.TaskResult], step: int) -> list[str]:
+    """A table of the items of benchmarks that a run saw before a step, and sentences about it."""
+    rows = [seen.count(label, result, step).cells for label, result in results.items()]
+    return [*markdown(seen.HEADER, rows), " ".join(seen.describe(results, step))]
+
+
 def samples_part(run: RunReader) -> list[str]:
     """The texts that the model wrote: the newest from training, and all from the evaluation."""
     lines: list[str] = []
@@ -297,6 +316,7 @@ def make_report(run: RunReader, stages: Sequence[Stage] = ()) -> str:
         "Commands and settings": settings_part(run, stages),
         "Launches": launches_part(run),
         "Data": data_part(run),
+        "Benchmarks in the data": contamination_part(run),
         "Samples": samples_part(run),
     }
     written = (

@@ -10,6 +10,9 @@ padded tokens; and the exact step at which a bucket runs dry. The plan is exact 
 whose documents have known lengths; for text it is an estimate from a sample, with which training
 starts even if it shows a halt.
 
+With --decontaminate, it also searches the run's files for the items of a benchmark, and lists the
+training documents that share n-grams of words with some, for --without-documents.
+
 Exit code: 1 if a check fails or the plan shows that the run does not reach its last step, else 0.
 """
 
@@ -22,9 +25,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from nanochat import seen
 from nanochat.checkpoint import TIMED_KEPT
 from nanochat.cli import EXIT_FAILED, Parser, run_main, setup_logging, whole
-from nanochat.common import counted
+from nanochat.common import as_path, counted, local_copy, table
 from nanochat.config import Settings, add_flags, from_flags
 from nanochat.dist import autodetect_device_type
 from nanochat.plan import (
@@ -42,6 +46,7 @@ from nanochat.run_owner import check_free
 from nanochat.run_settings import build_model, describe_memory, device_memory, estimate_memory
 from nanochat.run_summary import print_split
 from nanochat.start_run import Run, Start, command, find_data, inspect_run
+from nanochat.text import TEXT_FIELD
 
 COPIES = 2  # checkpoints on disk at once: the old one is deleted when the new one is complete
 BY_TIME = TIMED_KEPT + 1  # the same with timed saves; at the end `final` replaces one
@@ -65,6 +70,26 @@ def parser() -> Parser:
     )
     g.add_argument(
         "--plot", type=Path, metavar="PNG", help="plot shares, phases and passes (needs matplotlib)"
+    )
+    g.add_argument(
+        "--decontaminate",
+        metavar="FILE[:FIELD]",
+        help="find the training documents that share n-grams of words with the items of a benchmark: a "
+        f"jsonl file (default FIELD: {TEXT_FIELD}), or a folder of CORE's tasks",
+    )
+    g.add_argument(
+        "--ngram",
+        type=whole(1),
+        default=seen.NGRAM,
+        metavar="N",
+        help="with --decontaminate: words of an n-gram",
+    )
+    g.add_argument(
+        "--list",
+        type=Path,
+        default=Path("without.txt"),
+        metavar="FILE",
+        help="with --decontaminate: where to list these documents, for --without-documents",
     )
     return p
 
@@ -98,6 +123,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     run = find_data(start, tokenizer)
     ok("files")
     print_split(run)
+    if args.decontaminate:
+        decontaminate(run, args.decontaminate, args.ngram, args.list)
     order = order_of(run.settings)
     if not order.has_plan:
         ok(order.describe(run.settings, run.cursors, run.steps_to_read))
@@ -166,6 +193,24 @@ def check_disk(start: Start, num_bytes: int) -> None:
             f"disk: {needs}; free some space, or set NANOCHAT_BASE_DIR to another disk"
         )
     print(f"{'ok' if free > (number + 1) * num_bytes else 'warning'}: disk: {needs}")
+
+
+def decontaminate(run: Run, named: str, n: int, list_path: Path) -> None:
+    """Print how many items of a benchmark are in the data, and list the training documents that
+    share n-grams with them. ValueError or FileNotFoundError for a benchmark that cannot be read."""
+    benchmark = seen.Benchmark(seen.read_tasks(named), n=n)
+    data = {seen.TRAIN: run.data.train, "validation": run.data.val}
+    hits = list(seen.search(data, benchmark.index))
+    results = benchmark.results(data, hits, {}, 0)
+    rows = [seen.count(label, result, 0).cells[:5] for label, result in results.items()]
+    print(*table(seen.HEADER[:5], rows), sep="\n")
+    own_list = run.settings.without_documents
+    others = "" if own_list is None else local_copy(as_path(own_list)).read_text()
+    number = seen.write_list(list_path, hits, others)
+    ok(
+        f"decontaminate: {counted(number, 'training document')} listed in {list_path}; pass "
+        f"--without-documents={list_path}, so that the model does not learn from them"
+    )
 
 
 def draw(plan: Plan, path: Path) -> None:

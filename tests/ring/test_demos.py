@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from dev import demo_exactness, demo_kills
+from dev import demo_contamination, demo_exactness, demo_kills
 from nanochat.common import get_base_dir
 from scripts import repeat
 
@@ -61,3 +61,10 @@ def test_bad_input_gets_one_sentence():
         ValueError, match="--data-path is missing: pass a folder with one folder of text files"
     ):
         demo_exactness.main(["dry"])
+
+
+def test_planted_items_are_found_and_no_others(capsys):
+    assert demo_contamination.main(["--megabytes=0.1"]) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "exactly 100 100 0" in printed and "not at all 100 0 100" in printed
+    assert "word replaced 100 0 100" in printed and "wrong documents: 0" in printed

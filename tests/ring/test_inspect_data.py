@@ -390,6 +390,18 @@ def test_exactly_the_uses_of_every_document_are_found(killed, name, caplog):
         ] == "train"
 
 
+@pytest.mark.parametrize("name", ["text", "shards"])
+def test_the_uses_of_all_documents_are_found_at_once(killed, name):
+    table = killed.tables[name]
+    run, _ = opened(name)
+    data = {"train": run.data.train}
+    documents = [find_document(data, document)[1] for document in table]
+    found = inspect_data.uses_of(run, documents)
+    assert {place.name: {tuple(use) for use in uses} for place, uses in found.items()} == {
+        document: {use[:6] for use in uses} for document, uses in table.items()
+    }
+
+
 def test_a_run_that_continues_the_data_of_another_counts_only_its_own_steps(killed):
     training.succeed(
         model_tag="next",

@@ -50,15 +50,13 @@ def cases(draw):
     )
 
 
-@settings(max_examples=examples(0.5), deadline=None, derandomize=True, database=None)
-@given(cases(), st.data())
-def test_law_exactly_the_uses_of_a_document_are_found(case, data):
+def trained_run(case, drop_dry):
+    """(its history, {token: {(step, row)}}, positions at the end) of a run."""
     config, sources, n, kept = case
     saves = {0: None}
     table = {}
     trained = 0
     n_rows = n * config.V
-    drop_dry = data.draw(st.booleans())
     with closing(
         Stream(config, sources, range(config.V), tokenizer="t", num_threads=0, drop_dry=drop_dry)
     ) as stream:
@@ -82,6 +80,15 @@ def test_law_exactly_the_uses_of_a_document_are_found(case, data):
         trained,
         10 * STEPS,
     )
+    return history, table, positions
+
+
+@settings(max_examples=examples(0.5), deadline=None, derandomize=True, database=None)
+@given(cases(), st.data())
+def test_law_exactly_the_uses_of_a_document_are_found(case, data):
+    config, sources, _, _ = case
+    history, table, positions = trained_run(case, data.draw(st.booleans()))
+    trained = history.trained
     bucket = data.draw(st.sampled_from(sorted(sources)))
     group = data.draw(st.integers(0, len(sources[bucket].groups) - 1))
     row = data.draw(st.integers(0, int(sources[bucket].groups[group]) - 1))
@@ -108,6 +115,43 @@ def test_law_exactly_the_uses_of_a_document_are_found(case, data):
         read = (epoch, place) > (found.epoch, history_place(history, bucket, found, group, row))
         assert (found.expected is None) == read and (read or found.expected >= trained)
     assert passes[-1].expected is not None or config.epochs(bucket)
+
+
+@settings(max_examples=examples(0.5), deadline=None, derandomize=True, database=None)
+@given(cases(), st.booleans(), st.data())
+def test_law_the_uses_of_many_documents_are_those_of_each(case, drop_dry, data):
+    _, sources, _, _ = case
+    history, _, _ = trained_run(case, drop_dry)
+    places = [
+        DocumentPlace(bucket, "x:0", 0, group, row)
+        for bucket, source in sources.items()
+        for group, count in enumerate(source.groups.tolist())
+        for row in range(count)
+    ]
+    chosen = data.draw(st.lists(st.sampled_from(places), max_size=12, unique=True))
+    found = history.uses_of(chosen)
+    assert [*found] == chosen
+    for document, uses in found.items():
+        passes = history.passes(document)
+        of_each = [use for one_pass in passes for use in one_pass.uses]
+        assert sorted(uses) == sorted(of_each)
+
+
+def test_only_lanes_that_used_a_document_are_packed_again(monkeypatch):
+    config = StreamConfig(T=16, V=4, layout="concat", buffer_size=4, unit_size=4, max_epochs=0)
+    source = numbered([[30] * 50] * 8, small=False)
+    case = config, {"a": source}, 1, {3, 6, 9, STEPS}
+    history, _, _ = trained_run(case, False)
+    packed = []
+    real = Stream.next_rows
+    monkeypatch.setattr(
+        Stream, "next_rows", lambda self, n: packed.append(self.lanes) or real(self, n)
+    )
+    places = [DocumentPlace("a", "x:0", 0, group, 7) for group in range(8)]
+    used = next(place for place, uses in history.uses_of(places).items() if uses)
+    packed.clear()
+    [uses] = history.uses_of([used]).values()
+    assert uses and set(map(tuple, packed)) == {(uses[0].lane,)} and len(packed) < STEPS
 
 
 def positions_of(stream):

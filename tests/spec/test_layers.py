@@ -133,6 +133,14 @@ def test_an_import_inside_a_function_has_a_reason():
     assert inside == set(DEFERRED)
 
 
+def test_training_imports_no_search_for_benchmarks():
+    loaded = {"scripts.base_train"}
+    while more := {imported for name in loaded for imported, _ in IMPORTS[name]} - loaded:
+        loaded |= more
+    assert "nanochat.trainer" in loaded
+    assert not loaded & {"nanochat.seen", "nanochat.ngrams", "nanochat.find"}
+
+
 def test_every_entry_of_a_door_opens():
     """A door names its parts by strings, which no linter checks."""
     from nanochat.common import STORAGE, open_door

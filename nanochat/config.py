@@ -523,6 +523,16 @@ REMOVED = frozenset(
         *("split", "blend_weights", "eod_mask_loss", "num_samples", "index_cache"),
     }
 )
+# what --help shows first
+EVERYDAY = (
+    *("model_tag", "resume", "force", "device_type", "dtype", "compile", "seed"),
+    *("depth", "max_seq_len", "attention_mode"),
+    *("data_path", "val_path", "data_format", "tokenizer", "packing", "long_docs", "curriculum"),
+    *("num_iterations", "target_param_data_ratio", "device_batch_size", "total_batch_size"),
+    *("matrix_lr", "weight_decay", "warmup_steps"),
+    *("eval_every", "sample_every", "save_every", "keep_last_k", "run", "max_runtime_seconds"),
+    *("init_from", "fork_from"),
+)
 # settings that describe how one run begins, which a fork does not take from its parent
 OF_ONE_RUN = (
     "model_tag",

@@ -32,7 +32,7 @@ from nanochat.any_step import make_available
 from nanochat.checkpoint import list_checkpoints
 from nanochat.cli import EXIT_HALTED, Parser, lasting_output, quiet_gc, run_main, setup_logging
 from nanochat.common import Stop, counted, duration, join_reasons, print0
-from nanochat.config import Settings, add_flags, from_flags
+from nanochat.config import EVERYDAY, Settings, add_flags, from_flags
 from nanochat.dataloader import DataLoader, Dry
 from nanochat.dist import (
     RANKS_EVERY,
@@ -70,7 +70,9 @@ from nanochat.trainer import Training, make_model, new_row_table, take_step
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse command-line flags, by default those of this process."""
-    return add_flags(Parser(description="Pretrain a base model.", epilog=__doc__)).parse_args(argv)
+    parser = add_flags(Parser(description=__doc__))
+    parser.show_first(EVERYDAY)
+    return parser.parse_args(argv)
 
 
 # ---- a launch ------------------------------------------------------------------------------------

@@ -15,7 +15,9 @@ def modules():
     """{module: file} of the package and the commands."""
     files = [*(ROOT / "nanochat").rglob("*.py"), *(ROOT / "scripts").glob("*.py")]
     names = {".".join(file.relative_to(ROOT).with_suffix("").parts): file for file in files}
-    return {name: file for name, file in names.items() if not name.endswith("__init__")}
+    return {
+        name: file for name, file in names.items() if not name.endswith("__")
+    }  # __main__ is the commands'
 
 
 def imports_of(file, known):

@@ -16,6 +16,7 @@ An owner counts as gone after one second here, instead of after a minute. Durati
 cores: about three minutes.
 """
 
+import argparse
 import contextlib
 import hashlib
 import json
@@ -39,8 +40,6 @@ from tests import training
 from tests.object_store import object_store
 
 SHORTEST_S = 0.3
-LONGEST_S = 6.0
-SAVE_EVERY = 10
 TAG = "run"
 
 
@@ -111,13 +110,14 @@ def live(folder: Path, flags: dict[str, Any], seconds: float | None) -> list[Any
     return [first, steps, "killed" if code == -9 else f"exit code {code}"]
 
 
-def demonstrate(work: Path, place: str, machines: int, steps: int, seed: int) -> bool:
+def demonstrate(work: Path, place: str, args: argparse.Namespace) -> bool:
     """Kill the machines one after another, then compare. Whether all is equal."""
-    rng = random.Random(seed)
+    rng = random.Random(args.seed)
+    machines = args.machines
     data = work / "base" / "data"
     shutil.copytree(work / "base" / "tokenizer", data / "tokenizer")
-    common: dict[str, Any] = {"data_path": data, "model_tag": TAG, "num_iterations": steps}
-    common |= {"save_every": SAVE_EVERY, "keep_last_k": 3}
+    common: dict[str, Any] = {"data_path": data, "model_tag": TAG, "num_iterations": args.steps}
+    common |= {"save_every": args.save_every, "keep_last_k": 3}
     with machine(work / "undisturbed"):
         training.succeed(**common)
         expected = outcome()
@@ -126,7 +126,7 @@ def demonstrate(work: Path, place: str, machines: int, steps: int, seed: int) ->
     rows = []
     began = time.monotonic()
     for number in range(1, machines + 1):
-        seconds = rng.uniform(SHORTEST_S, LONGEST_S)
+        seconds = rng.uniform(SHORTEST_S, args.longest)
         before = newest_mark(place).get("step")
         torn = tear(place) if number in torn_at else ""
         row = live(work / f"machine-{number}", flags, seconds)
@@ -150,6 +150,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser(description=__doc__)
     parser.add_argument("--machines", type=int, default=20, help="how many are killed")
     parser.add_argument("--steps", type=int, default=2000, help="the length of the run")
+    parser.add_argument("--save-every", type=int, default=10, help="steps between saves")
+    parser.add_argument("--longest", type=float, default=6.0, help="seconds that a machine lives")
     parser.add_argument("--seed", type=int, default=0, help="decides when the kills happen")
     parser.add_argument("--bucket", action="store_true", help="the mirror is in object storage")
     args = parser.parse_args(argv)
@@ -161,7 +163,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.bucket:
             place = stack.enter_context(object_store()).path("runs/mine")
             begin_launch()
-        is_equal = demonstrate(work, place, args.machines, args.steps, args.seed)
+        is_equal = demonstrate(work, place, args)
     return 0 if is_equal else 1
 
 

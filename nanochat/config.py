@@ -54,6 +54,8 @@ from nanochat.sinks import SinkSettings
 from nanochat.text import Selection, TextSettings
 from nanochat.tokenizer import TokenizerSettings
 
+# the door to a run's settings in its mirror
+MIRROR = "nanochat.mirror_fetch:mirrored_config"
 TARGETS = "decides which targets count in the loss"
 ORIGIN = "decides how the run begins"
 # what a change does
@@ -539,7 +541,16 @@ EVERYDAY = (
     *("init_from", "fork_from"),
 )
 # settings that describe how one run begins, which a fork does not take from its parent
-OF_ONE_RUN = ("model_tag", "resume", "force", "fork_from", "fork", "init_from", "skip_steps")
+OF_ONE_RUN = (
+    "model_tag",
+    "resume",
+    "force",
+    "fork_from",
+    "fork",
+    "init_from",
+    "skip_steps",
+    "mirror_to",
+)
 ELSEWHERE = {  # flags of other programs and of older versions
     "--log-every": "omit it; every step is printed",
     **dict.fromkeys(
@@ -682,8 +693,8 @@ def flags_of_run(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def inherited_flags(given: Sequence[str]) -> dict[str, Any]:
     """The flags that a fork takes from its parent, as the launch that took the step had them or,
-    once it has begun, from its own config.json; {} without --fork-from. ValueError or
-    FileNotFoundError if the parent cannot be found."""
+    once it has begun, from its own config.json, here or in its mirror; {} without --fork-from.
+    ValueError or FileNotFoundError if the parent cannot be found."""
     name = value_of(given, "--fork-from")
     if name is None:
         return {}
@@ -692,6 +703,10 @@ def inherited_flags(given: Sequence[str]) -> dict[str, Any]:
         own = run_path(tag)
         if (own / CONFIG_NAME).is_file():
             return flags_of_run(read_config(own))
+        mirror = value_of(given, "--mirror-to")
+        mirrored = {} if mirror is None else open_door(MIRROR)(mirror)
+        if mirrored:
+            return flags_of_run(mirrored)
     parent, selector = find_run_at(name)
     flags = flags_of_run(config_at(parent, step_in(selector)))
     return {name: value for name, value in flags.items() if name not in OF_ONE_RUN}

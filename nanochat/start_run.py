@@ -48,9 +48,11 @@ from nanochat.checkpoint import (
 )
 from nanochat.cli import EXIT_HALTED
 from nanochat.common import (
+    AnyPath,
     as_path,
     begin_launch,
     check_stop,
+    get_base_dir,
     open_door,
     print0,
     write_json,
@@ -247,14 +249,25 @@ def command(settings: Settings, world_size: int, device_type: str) -> tuple[Sett
 
 def find_tokenizer(settings: Settings, data_path: str) -> Tokenizer:
     """The tokenizer that the settings name; by default tokenizer/ in the data folder, or <base
-    dir>/tokenizer. ValueError or FileNotFoundError if neither exists."""
+    dir>/tokenizer, or the run's own, which a mirror brings to an empty machine. ValueError or
+    FileNotFoundError if none exists."""
     data = data_at(data_path)
     folder = data.folder
     if data.files and len(folder.parts) == 1:  # listed files without a common folder
         folder = data.files[0].parent
-    beside = folder / "tokenizer" if (folder / "tokenizer/tokenizer.json").is_file() else None
+
+    def has_one(place: AnyPath) -> bool:
+        return (place / "tokenizer/tokenizer.json").is_file()
+
+    place: AnyPath | None = None
+    if has_one(folder):
+        place = folder
+    elif not has_one(get_base_dir()) and has_one(run_path(settings.tag)):
+        place = run_path(settings.tag)
     return get_tokenizer(
-        settings.tokenizer or beside, eod_token=settings.eod_token, data_path=settings.data_path
+        settings.tokenizer or (place and place / "tokenizer"),
+        eod_token=settings.eod_token,
+        data_path=settings.data_path,
     )
 
 

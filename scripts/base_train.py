@@ -90,6 +90,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         start, tokenizer = look(given, guard)
         over = start.over()
         if over is not None:
+            on_rank0(guard.mirror.finish)
             return report_over(start, over)
         run = find_data(start, tokenizer, guard.rank)
         with build(run, guard) as (training, journal, saves):
@@ -99,7 +100,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def look(given: Settings, guard: Guard) -> tuple[Start, Tokenizer]:
     """Collective. How the command's run starts or resumes, and its tokenizer. Writes nothing into
-    the run; text may be prepared."""
+    the run but what its mirror has; text may be prepared."""
+    on_rank0(guard.mirror.fetch)
     named = given.resume
     if named in ("auto", "scratch"):
         begins = named == "scratch" or not list_checkpoints(guard.run_dir)

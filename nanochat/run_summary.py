@@ -101,8 +101,14 @@ def _print_settings(start: Start, typed: Sequence[str]) -> None:
 
 def _print_wrapped(what: str, text: str) -> None:
     """Print a text in lines of at most WIDTH characters."""
-    whole = {"break_long_words": False, "break_on_hyphens": False}
-    print0("\n".join(textwrap.wrap(f"{what}: {text}", WIDTH, subsequent_indent="  ", **whole)))
+    lines = textwrap.wrap(
+        f"{what}: {text}",
+        WIDTH,
+        subsequent_indent="  ",
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+    print0("\n".join(lines))
 
 
 def _notes(start: Start, layout: StepLayout, device: torch.device) -> Iterator[str]:

@@ -9,8 +9,9 @@ The files that a data path names: which of them are data, and which are not read
     PREFIX,PREFIX                            token files, listed without their suffixes
 
 Suffixes of text may be in upper or lower case. A .json file is data if it has one object per line;
-a single array or object is not read. `list_files` lists every file that is not read but could be
-data, and commands print that list. All of these paths may be in object storage.
+a single array or object is not read. `list_files` lists every file that is not read, except those
+about the data (README, LICENSE, logs), and commands print that list. All of these paths may be in
+object storage.
 
 **Links.** The tree below DIR is what `find -L DIR` prints: every link is followed, except one to a
 folder that contains the link, which would never end. A file that is reachable by two names is read
@@ -63,10 +64,8 @@ GET_DATA = (
 LIST_BYTES = 64 << 20  # the largest text file that may list addresses
 BUCKET = "data"  # the name of the bucket if there is only one
 
-COULD_BE_DATA = re.compile(
-    r"\.(jsonl?|ndjson|txt|text|csv|tsv|parquet|parq|pq|arrow|feather|orc|avro|xml|warc|tar|tgz|zip|npy|npz)"
-    r"(\.(gz|zst|zstd|bz2|xz|lz4|snappy|zip))?",
-    re.IGNORECASE,
+NOT_DATA = re.compile(  # whatever their kind
+    r"^(readme|licen[cs]e|copying|notice|changelog|authors|citation)\b|\.(log|lock)$", re.IGNORECASE
 )
 ABOUT_DATA = re.compile(  # text files that are not documents, whatever is beside them
     r"(readme|licen[cs]e|copying|notice|changelog|authors|citation|merges|vocab|md5sums?|sha256sums?|cmakelists"
@@ -297,7 +296,7 @@ def _listed_files(text: str, listed: Sequence[str]) -> DataPath:
 
 class Listing(NamedTuple):
     """The files of a --data-path, each list in the order of relative paths. `ignored`: {reason:
-    files that could be data but are not read}."""
+    files that are not read}."""
 
     data: list[AnyPath]
     ignored: dict[str, list[AnyPath]]
@@ -428,7 +427,7 @@ def _refuse_dangling(folder: AnyPath, links: Sequence[AnyPath]) -> None:
 
 
 def _not_documents(files: Sequence[AnyPath]) -> dict[AnyPath, str]:
-    """{file: reason} for the files of a folder that could be data but are not read."""
+    """{file: reason} for the files of a folder that are not read."""
     reasons: dict[AnyPath, str] = {}
     saved = {
         folder: saved_files(folder)
@@ -445,7 +444,7 @@ def _not_documents(files: Sequence[AnyPath]) -> dict[AnyPath, str]:
             file.name in METADATA or not is_json_lines(file)
         ):
             reasons[file] = "JSON, but not one object per line"
-        elif not suffix and COULD_BE_DATA.search(file.name):
+        elif not suffix and not NOT_DATA.search(file.name):
             reasons[file] = "not a kind of file that is read"
     return reasons
 
@@ -490,11 +489,13 @@ def _warn_of_copies(folder: AnyPath, files: Sequence[AnyPath]) -> None:
 
 
 def describe_ignored(folder: AnyPath, ignored: dict[str, list[AnyPath]]) -> str:
-    """A line about files that could be data but are not read: their number, the reasons, a few
+    """A line about files that are not read: their number, the reasons, a few
     names of each."""
     number = sum(map(len, ignored.values()))
     parts = [f"{few(files, folder)} ({reason})" for reason, files in ignored.items()]
-    return f"{counted(number, 'file')} that could be data {'is' if number == 1 else 'are'} not read: {'; '.join(parts)}"
+    return (
+        f"{counted(number, 'file')} {'is' if number == 1 else 'are'} not read: {'; '.join(parts)}"
+    )
 
 
 # ---- token files, listed one by one --------------------------------------------------------------

@@ -13,6 +13,7 @@ Every interleaving of launches that want the same run: at most one owns it.
              a request to stop ends at most one launch
              the first launch, if it is not interrupted, does what it was asked to do
              no launch waits forever, and in the end the run can be claimed
+             each version of a mirror's owner is replaced by one launch at most
 
 Without locks, two launches that check at the same time may both sign, and the first one ends at its next
 check. So there a launch may lose the run, and a request may stop both, if each interrupts the other.
@@ -44,6 +45,8 @@ from nanochat import run_dir as run_dir_module
 from nanochat import run_owner, run_stop
 from nanochat.cli import Parser, run_main, whole
 from nanochat.common import table
+from nanochat.mirror_owner import Lease, claim_mirror
+from nanochat.mirror_store import Folder, Versioned
 from nanochat.run_owner import Owner, RunState, claim
 from nanochat.run_state import identify
 from tests.training import fingerprint
@@ -51,6 +54,11 @@ from tests.turns import Schedule, SteppedFile, Turns, schedules
 
 STEPS = 2  # of a launch
 Actor = Callable[["World"], Any]
+
+
+def base_of(actor: Any) -> Any:
+    """The function of an actor, without what it is told."""
+    return actor.func if isinstance(actor, partial) else actor
 
 
 class World:
@@ -65,6 +73,8 @@ class World:
         self.clock = 0.0
         self.signed = 0
         self.lines: list[int] = []
+        self.mirror = base / "mirror"
+        self.replaced: list[object] = []  # versions of the mirror's owner
 
     @property
     def pid(self) -> int:
@@ -112,6 +122,7 @@ class World:
             (run_stop, "began_s"): lambda _: began.setdefault(self.pid, self.uptime_s()),
             (fcntl, "flock"): flock,
             (os, "register_at_fork"): lambda **_: None,
+            (Lease, "keep"): lambda self: None,  # the actors renew
         }
         with contextlib.ExitStack() as stack:
             for (module, name), value in replaced.items():
@@ -127,11 +138,12 @@ class World:
             schedule = self.turns.schedule
             if self.has_locks or schedule.is_simple or self.signed <= 1:
                 assert outcomes.count("stopped") <= 1, "one request stopped two launches"
-                is_touched = remove in scenario.actors or move in scenario.actors
+                is_touched = {remove, move, mirrored} & {*map(base_of, scenario.actors)}
                 assert is_touched or "lost" not in outcomes, "a launch lost its run to another"
+            assert len(self.replaced) == len(set(self.replaced)), "two launches own the mirror"
             if schedule.number == 0:
                 assert outcomes[0] == scenario.first, f"the first launch was {outcomes[0]}"
-            if not self.signed and self.has_locks:
+            if not self.signed and self.has_locks and not self.replaced:
                 assert fingerprint(self.run_dir.parent) == before, "a refused launch left a trace"
             self.alive.clear()
             last = claim(self.run_dir)
@@ -206,6 +218,38 @@ def ends(how: str) -> Actor:
     return partial(launch, ends=how)
 
 
+def mirrored(world: World, *, ends: str = "") -> str:
+    """A launch that owns a mirror, renews its record and gives it back; how it ended. `ends`:
+    "killed" or "suspended", after its first renewal."""
+    store = WatchedFolder(world)
+    try:
+        lease = claim_mirror(store, "run", {})
+        for _ in range(STEPS):
+            lease.renew()
+            if ends == "suspended":
+                time.sleep(3600)
+            if ends == "killed":
+                return ends
+        lease.renew(released=True)
+    except ValueError as e:
+        return "lost" if "no longer owns" in str(e) else "refused"
+    return "completed"
+
+
+class WatchedFolder(Folder):
+    """The store of a mirror, which notes what is replaced."""
+
+    def __init__(self, world: World) -> None:
+        super().__init__(world.mirror)
+        self.world = world
+
+    def swap(self, name: str, content: bytes, before: Versioned | None) -> Versioned | None:
+        written = super().swap(name, content, before)
+        if written is not None:
+            self.world.replaced.append(before and before.content)
+        return written
+
+
 def stop(world: World) -> None:
     """`scripts.stop`."""
     with contextlib.suppress(FileNotFoundError):
@@ -253,6 +297,9 @@ SCENARIOS = {
     "moved": Scenario((launch, move, launch)),
     "no locks": Scenario((launch, launch), has_locks=False),
     "withdraws, no locks": Scenario((ends("refused"), launch), "refused", has_locks=False),
+    "mirror": Scenario((mirrored, mirrored)),
+    "mirror, killed": Scenario((partial(mirrored, ends="killed"), mirrored), "killed"),
+    "mirror, suspended": Scenario((partial(mirrored, ends="suspended"), mirrored), "lost"),
     "stop, no locks": Scenario((launch, stop, launch), has_locks=False),
 }
 
@@ -323,6 +370,11 @@ MISTAKES: dict[str, tuple[str, Any, str]] = {
         "nanochat.run_owner.Owner.set_aside",
         _aside_without_owner,
         "aside",
+    ),
+    "no lock on a mirror": (
+        "nanochat.mirror_store.Folder._lock",
+        lambda self: contextlib.nullcontext(),
+        "mirror",
     ),
     "waits without an end": ("nanochat.run_owner.LOCK_TRIES", 10**9, "suspended"),
     "an owner's file that vanishes is an error": (

@@ -4,11 +4,11 @@ Power loss at any instant of a run's life: thousands of states of the disk, buil
     python -m dev.power_loss                   # 10,000 states, 100 of them lived on to the end; planted mistakes
     python -m dev.power_loss --states=500 --resumed=5 --no-planted
 
-    live     prepare text -> train -> stop -> resume -> extend -> fork -> tokens -> export     (`STAGES`)
+    live     prepare text -> train -> stop -> resume -> extend -> fork -> mirror -> tokens -> export     (`STAGES`)
       |        every change below the base directory is recorded (tests/power.py)
     lose     after any of them, what was not synced is lost: all, a part, the names, the bytes
       |
-    check    every checkpoint that was reported as saved, or a newer one, is good; the log has the steps
+    check    every checkpoint that was reported as saved or mirrored, or a newer one, is good; the log has the steps
       |      before it, with their digests; commands that read the run end without a bug
     live on  the same commands lead to the same weights, tokens and exported files
 
@@ -26,6 +26,7 @@ import io
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import tempfile
@@ -42,6 +43,8 @@ from nanochat import run_dir
 from nanochat.checkpoint import first_good, list_checkpoints, load_checkpoint, read_seal
 from nanochat.cli import Parser, run_main, whole
 from nanochat.common import hash_file, table
+from nanochat.mirror_marks import piece_of, read_marks
+from nanochat.mirror_store import open_store
 from nanochat.optim import MuonAdamW
 from nanochat.run_dir import RowLosses
 from nanochat.run_journal import Journal
@@ -73,7 +76,7 @@ SETTINGS: dict[str, Any] = {
     "eval_every": 4,
     "eval_tokens": training.T * 8,
 }
-RUNS = ("run", "child", "copied")
+RUNS = ("run", "child", "copied", "mirrored")
 STOPS_AT = 5  # the step whose update a signal interrupts
 TOKENS = ["--num-workers=1", "--max-length=64", "--overlap-size=2"]
 
@@ -110,6 +113,28 @@ def fork_without_links() -> None:
     """A fork where the file system has no hard links."""
     with mock.patch.object(os, "link", side_effect=OSError(errno.EPERM, "no links")):
         fork("copied")
+
+
+def mirror() -> None:
+    """A run that is copied to a second place."""
+    base = Path(os.environ["NANOCHAT_BASE_DIR"])
+    place = base / "mirror"
+    named = {"model_tag": "mirrored", "mirror_to": place, "num_iterations": 6, "save_at": None}
+    training.succeed(data_path=base / "own", **named)
+
+
+def mirrored_step(base: Path) -> int:
+    """The newest step of which the mirror holds all pieces; 0 if there is none. ValueError if its
+    newest mark is damaged, or lacks a piece."""
+    if not (base / "mirror").is_dir():
+        return 0
+    store = open_store(str(base / "mirror"))
+    for mark in read_marks(store).values():
+        for piece in mark.pieces:
+            content = b"".join(store.parts(f"pieces/{piece.blake2b}"))
+            assert piece_of(content) == piece, f"a piece of mark {mark.step} is damaged"
+        return mark.step
+    return 0
 
 
 def make_tokens(seed: int = 1) -> None:
@@ -155,6 +180,7 @@ STAGES: dict[str, Callable[[], None]] = {
     "extend": lambda: train(10),
     "fork": fork,
     "fork without links": fork_without_links,
+    "mirror": mirror,
     "tokens": make_tokens,
     "tokens again": lambda: make_tokens(2),
     "tokenizer": make_tokenizer,
@@ -186,6 +212,9 @@ def lived(base: Path) -> Iterator[Life]:
         if name == "saved":
             path = Path(str(self.sinks[0].run.run_dir)) / "checkpoints" / record["checkpoint"]  # type: ignore[attr-defined]
             recorder.report(f"saved {path.parents[1].name} {read_seal(path)['step']}")
+        if name == "mirrored":
+            number = re.search(r"\d+", record["checkpoint"])
+            recorder.report(f"mirrored {number[0] if number else step}")
 
     lines: dict[str, dict[str, int]] = {}
     made: dict[str, set[str]] = {}
@@ -277,15 +306,15 @@ def check(state: State, life: Life, said: Sequence[str], *, commands: bool) -> N
             assert state.files[name] == life.whole[id], f"{name}: half-written under its final name"
     for tag, digests in life.digests.items():
         run = life.base / "runs" / tag
-        saved = max(
-            (int(what.split()[2]) for what in said if what.startswith(f"saved {tag} ")), default=0
-        )
+        saved = newest(said, f"saved {tag}")
         for path in run_dir.checkpoint_folders(run).values():
             load_checkpoint(path)  # none is half-written, or half-deleted
         good = first_good(list_checkpoints(run))
         step = good.step if good else 0
         assert step >= saved, f"{tag}: step {saved} was reported as saved, and step {step} is left"
         check_log(run, step, digests)
+    copied = newest(said, "mirrored")
+    assert mirrored_step(life.base) >= copied, f"step {copied} was reported as mirrored"
     assert pairs_in(life.base) <= life.pairs, "two files of a pair are of different times"
     for stage, lines in life.lines.items():
         if f"end {stage}" not in said:
@@ -298,6 +327,11 @@ def check(state: State, life: Life, said: Sequence[str], *, commands: bool) -> N
         for tag in life.digests:
             call(status.main, [tag], codes=(0, 1, 2, 3, 4))
             call(verify.main, [tag], codes=(0, 1))
+
+
+def newest(said: Sequence[str], what: str) -> int:
+    """The newest step of which something was said; 0 if it never was."""
+    return max((int(line.split()[-1]) for line in said if line.startswith(f"{what} ")), default=0)
 
 
 def check_log(run: Path, step: int, digests: dict[int, str]) -> None:

@@ -312,7 +312,7 @@ class Disk:
     def state(
         self,
         how: str,
-        name_survives: Callable[[], bool],
+        name_survives: Callable[[Change], bool],
         content: Callable[[list[bytes]], bytes],
     ) -> State:
         """A state that power loss may leave now. `name_survives`: asked for each change of a name
@@ -320,7 +320,7 @@ class Disk:
         first is certain and the last is the newest."""
         names = {id: dict(below) for id, below in self.names.items()}
         for change in self.pending:
-            if name_survives():
+            if name_survives(change):
                 _apply(names, change)
         files: dict[str, bytes] = {}
         ids: dict[str, int] = {}
@@ -366,10 +366,11 @@ def torn(versions: list[bytes], rng: random.Random) -> bytes:
 def extremes(disk: Disk) -> list[State]:
     """The states in which everything of one kind is lost."""
     return [
-        disk.state("a kill", lambda: True, lambda versions: versions[-1]),
-        disk.state("all that was not synced", lambda: False, lambda versions: versions[0]),
-        disk.state("all bytes", lambda: True, lambda versions: versions[0]),
-        disk.state("all names", lambda: False, lambda versions: versions[-1]),
+        disk.state("nothing", lambda change: True, lambda versions: versions[-1]),
+        disk.state("all that was not synced", lambda change: False, lambda versions: versions[0]),
+        disk.state("all bytes", lambda change: True, lambda versions: versions[0]),
+        disk.state("all names", lambda change: False, lambda versions: versions[-1]),
+        disk.state("removals", lambda change: bool(change.names), lambda versions: versions[-1]),
     ]
 
 
@@ -379,7 +380,9 @@ def draw(disk: Disk, rng: random.Random) -> State:
     seed = rng.randrange(1 << 32)
     own = random.Random(seed)
     return disk.state(
-        f"drawn by {seed}", lambda: own.random() < share, lambda versions: torn(versions, own)
+        f"drawn by {seed}",
+        lambda change: own.random() < share,
+        lambda versions: torn(versions, own),
     )
 
 

@@ -178,11 +178,17 @@ class Turns:
                 self._asleep[me] = self.now + seconds
                 self.turn(gives_way=True)
 
+        monotonic = time.monotonic
+
+        def clock() -> float:
+            return monotonic() if self.me() is None else self.now
+
         with contextlib.ExitStack() as stack:
             for name in SEEN_BY_OTHERS:
                 stack.enter_context(mock.patch.object(os, name, stepped(getattr(os, name))))
             stack.enter_context(mock.patch.object(fcntl, "flock", stepped(fcntl.flock)))
             stack.enter_context(mock.patch.object(time, "sleep", slept))
+            stack.enter_context(mock.patch.object(time, "monotonic", clock))
             yield
 
 

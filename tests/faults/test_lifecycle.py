@@ -527,6 +527,7 @@ def test_a_run_is_alive_while_its_lock_is_held_and_elsewhere_while_its_heartbeat
     assert [(age, judged(elsewhere, age)) for age, _ in by_age] == by_age
     without_locks(monkeypatch)
     for process, living in ((me, True), (elsewhere, False), (forged, False)):
+        (tmp_path / OWNER_NAME).write_text(json.dumps({"launch": "x", "since": "then", **process}))
         for age, word in by_age:
             state = {**whole_state(tmp_path / "other"), **state_with(process, age)}
             (tmp_path / STATE_NAME).write_text(json.dumps(state))
@@ -739,11 +740,9 @@ def test_a_suspended_owner_keeps_its_run_and_is_named_even_in_another_namespace(
 def test_without_locks_a_young_heartbeat_owns_a_run_and_the_first_of_two_owners_exits(
     tmp_path, monkeypatch, age, changed, free
 ):
-    state = {
-        **whole_state(tmp_path),
-        "status": "running",
-        "ranks": [{**identify(), "host": "node7"}],
-    }
+    there = {**identify(), "host": "node7"}
+    state = {**whole_state(tmp_path), "status": "running", "ranks": [there]}
+    (tmp_path / OWNER_NAME).write_text(json.dumps({"launch": "x", "since": "then", **there}))
     (tmp_path / STATE_NAME).write_text(
         json.dumps({**state, "heartbeat": time.time() - age, **changed})
     )
@@ -752,12 +751,15 @@ def test_without_locks_a_young_heartbeat_owns_a_run_and_the_first_of_two_owners_
         with pytest.raises(ValueError, match="another launch owns this run"):
             owner_of(tmp_path)
         return
-    first = owner_of(tmp_path)
     late = claim(tmp_path)
-    second = owner_of(tmp_path)
-    assert "no longer owns" in first.lost() and second.lost() == ""
+    first = owner_of(tmp_path)
     with pytest.raises(ValueError, match="a moment ago"):
         late.sign()
+    monkeypatch.setattr(
+        run_owner, "is_alive_here", lambda process: False
+    )  # first, suspended elsewhere
+    second = owner_of(tmp_path)
+    assert "no longer owns" in first.lost() and second.lost() == ""
 
 
 def test_an_error_in_checking_the_owner_ends_nothing(tmp_path, monkeypatch):

@@ -249,9 +249,12 @@ def for_arrow(path: AnyPath) -> Path | BinaryIO:
     return path.open("rb") if isinstance(path, Remote) else path
 
 
-def open_parquet(path: AnyPath | str, field: str = TEXT_FIELD) -> pq.ParquetFile:
+def open_parquet(
+    path: AnyPath | str, field: str = TEXT_FIELD, metadata: pq.FileMetaData | None = None
+) -> pq.ParquetFile:
     """Open a parquet file and check that it has rows and a string column `field`; otherwise
-    ValueError or FileNotFoundError names the file. The caller closes it."""
+    ValueError or FileNotFoundError names the file. The caller closes it. `metadata`: its footer, if
+    it is known; parsing it takes time for each row group."""
     path = as_path(path)
     if not path.exists():
         remedy = "restore it, or start a new run (--model-tag)"
@@ -261,7 +264,12 @@ def open_parquet(path: AnyPath | str, field: str = TEXT_FIELD) -> pq.ParquetFile
     with named_in_errors(path, "truncated or not a parquet file"):
         # pre_buffer would hold the pages of a whole row group in memory, although a reader needs
         # one batch at a time
-        file = pq.ParquetFile(for_arrow(path), pre_buffer=False, page_checksum_verification=True)
+        file = pq.ParquetFile(
+            for_arrow(path),
+            metadata=metadata,
+            pre_buffer=False,
+            page_checksum_verification=True,
+        )
     problem = misfit(file.schema_arrow, field)
     if not problem and not file.metadata.num_rows:
         problem = "the parquet file is empty (0 rows); delete it"

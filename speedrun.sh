@@ -133,7 +133,6 @@ gpu_profile() {
     stage "training" "${torchrun[@]}" -m scripts.base_train -- --depth=24 --device-batch-size=16 \
         --save-every=2000 --device-type=cuda --model-tag="$TAG" --run="$RUN_NAME"
     stage "evaluation" "${torchrun[@]}" -m scripts.base_eval "$TAG" --device-type=cuda
-    stage "samples" python -m scripts.sample "$TAG"
     stage "report" python -m scripts.report "$TAG" --stages="$STAGES"
 }
 
@@ -152,7 +151,6 @@ cpu_profile() {
         --long-docs=split --overlap=32 --sample-every=-1 --device-type=cpu --model-tag="$TAG" --run="$RUN_NAME"
     check_first_batch "$NANOCHAT_BASE_DIR/runs/$TAG/logs/train.jsonl"
     stage "evaluation" python -m scripts.base_eval "$TAG" --device-type=cpu --unigram-tokens=1000000
-    stage "samples" python -m scripts.sample "$TAG" --device-type=cpu
     stage "report" python -m scripts.report "$TAG" --stages="$STAGES"
     header "the real data"
     cat <<EOF

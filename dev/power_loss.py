@@ -225,12 +225,13 @@ def kept_files(base: Path, stage: str) -> Iterator[Path]:
 
 def pairs_in(base: Path) -> set[tuple[str, str]]:
     """The hashes of files that must be of the same time: an .idx and its .bin, a tokenizer.json and
-    its ranks."""
+    its ranks. One without the other is no pair: whoever reads it says so, and the same command makes
+    both again."""
     found = [(path, path.with_suffix(".bin")) for path in (base / "tokens").rglob("*.idx")]
     described = base / "another" / "tokenizer.json"
     if described.exists():
         found.append((described, described.with_name("ranks.tiktoken")))
-    return {(hash_file(first), hash_file(second)) for first, second in found}
+    return {(hash_file(first), hash_file(second)) for first, second in found if second.exists()}
 
 
 def write_own_text(folder: Path) -> None:

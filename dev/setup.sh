@@ -23,6 +23,13 @@ wanted_stamp() {
     .venv/bin/python -V && cat pyproject.toml
 }
 
+add_command() { # .venv/bin/nanochat, which runs this checkout from any folder
+    if [[ -e .venv/bin/nanochat || -L .venv ]]; then return; fi
+    printf '#!/bin/sh\nPYTHONPATH="%s${PYTHONPATH:+:$PYTHONPATH}" exec "%s/.venv/bin/python" -m nanochat "$@"\n' \
+        "$PWD" "$PWD" >.venv/bin/nanochat
+    chmod +x .venv/bin/nanochat
+}
+
 check_torch() { # interpreter: fail unless it has torch 2.11 or newer
     "$1" - <<'PY'
 import sys
@@ -93,11 +100,13 @@ install() { # a requirements file
 finished() {
     wanted_stamp >"$stamp.tmp"
     mv "$stamp.tmp" "$stamp"
+    add_command
     echo "setup: done; activate it with: source .venv/bin/activate"
     exit 0
 }
 
 if [[ -f "$stamp" ]] && wanted_stamp 2>/dev/null | cmp -s - "$stamp"; then
+    add_command
     exit 0
 fi
 rm -f "$stamp"

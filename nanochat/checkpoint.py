@@ -125,6 +125,12 @@ class SaveSettings:
         "30 minutes)",
         least=1,
     )
+    mirror_to: str | None = setting(
+        None,
+        "a second place for the run, a folder or a path in object storage: each checkpoint and the log are copied "
+        "there in the background, and the same command on another machine resumes from it",
+        metavar="PLACE",
+    )
 
     def is_kept(self, step: int) -> bool:
         """Whether --save-at names a step. ValueError if --save-at is malformed."""

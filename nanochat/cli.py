@@ -32,7 +32,7 @@ import select
 import signal
 import sys
 import tomllib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import field
 from enum import Flag, auto
 from itertools import takewhile
@@ -126,10 +126,25 @@ class _Help(argparse.RawDescriptionHelpFormatter):
         return text if nothing or "default" in text else f"{text} (default: %(default)s)".strip()
 
 
+class _HelpAll(argparse.Action):
+    """--help-all: the help with every flag."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, **more: Any) -> None:
+        super().__init__(option_strings, argparse.SUPPRESS, nargs=0, **more)
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        assert isinstance(parser, Parser)
+        parser.everyday = ()
+        parser.print_help()
+        parser.exit()
+
+
 class Parser(argparse.ArgumentParser):
     """The command line of every script. Flags cannot be abbreviated; `-` and `_` are
     interchangeable. --help shows the defaults. An error is one line; for an unknown flag, it
     suggests a similar one."""
+
+    everyday: Collection[str] = ()  # names of the flags that --help shows; () stands for all
 
     # what to say about an unknown flag, such as that of another program; '' for nothing in particular
     instead: Callable[[str], str] = staticmethod(lambda name: "")
@@ -143,7 +158,29 @@ class Parser(argparse.ArgumentParser):
     where = ""  # beginning of every error
 
     def __init__(self, **kwargs: Any):
-        super().__init__(**{"allow_abbrev": False, "formatter_class": _Help, **kwargs})
+        usual = {"prog": _command(), "allow_abbrev": False, "formatter_class": _Help}
+        super().__init__(**{**usual, **kwargs})
+
+    def show_first(self, everyday: Collection[str]) -> None:
+        """Show only these flags in --help, and all in --help-all."""
+        self.everyday = everyday
+        self.add_argument("--help-all", action=_HelpAll, help="show every flag and exit")
+
+    def format_help(self) -> str:
+        """The text of --help."""
+        hidden = [
+            action
+            for action in self._actions
+            if self.everyday and action.dest not in (*self.everyday, "help", argparse.SUPPRESS)
+        ]
+        shown = [action.help for action in hidden]
+        for action in hidden:
+            action.help = argparse.SUPPRESS
+        text = super().format_help()
+        for action, help in zip(hidden, shown):
+            action.help = help
+        rest = sum(help != argparse.SUPPRESS for help in shown)
+        return text + f"\n{rest} further flags: --help-all\n" * bool(rest)
 
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
@@ -297,7 +334,18 @@ class Parser(argparse.ArgumentParser):
             )
 
     def error(self, message: str) -> Any:
-        self.exit(2, visible(f"error: {self.where}{message} (all flags: --help)\n"))
+        all_flags = "--help-all" if self.everyday else "--help"
+        self.exit(2, visible(f"error: {self.where}{message} (all flags: {all_flags})\n"))
+
+
+def _command() -> str | None:
+    """How the present program was started: python -m scripts.base_train, nanochat train. None for a
+    program that is not ours."""
+    if sys.argv[0].startswith("nanochat "):
+        return sys.argv[0]
+    spec = getattr(sys.modules.get("__main__"), "__spec__", None)
+    is_ours = spec is not None and spec.name.partition(".")[0] in ("scripts", "dev", "nanochat")
+    return f"python -m {spec.name}" if spec is not None and is_ours else None
 
 
 def value_of(given: Sequence[str], flag: str) -> str | None:

@@ -172,15 +172,22 @@ def join_reasons(reasons: Sequence[str]) -> str:
 # Data is in local folders or in object storage, below a path such as s3://bucket/train.
 
 # the door for object storage: {how a path begins: "module:function"}, which makes a `Remote`
-STORAGE = dict.fromkeys(("s3", "gs", "az", "msc"), "nanochat.integrations.object_storage:open_path")
+STORAGE = {
+    **dict.fromkeys(("s3", "gs", "az", "msc"), "nanochat.integrations.object_storage:open_path"),
+    **dict.fromkeys(("http", "https"), "nanochat.integrations.web:open_path"),
+    "hf": "nanochat.integrations.hub:open_path",
+}
+DATA_CACHE_GB = 10.0  # what fetched ranges may take on disk, in billions of bytes
 
 
 class Remote(PurePosixPath):
     """A read-only file or folder in object storage: a file if it is an object, a folder if objects
     exist below it. Its name is taken apart like any path's. The methods below are all that code may
     ask of it, so mypy refuses the others of pathlib.Path. OSError if object storage does not answer
-    or denies access.
+    or denies access. A subclass may leave out the last ones, which begin with `resolve`.
     """
+
+    cache_bytes = int(DATA_CACHE_GB * 1e9)  # of this launch; see `begin_launch`
 
     def __str__(self) -> str:
         return url(super().__str__())
@@ -224,8 +231,25 @@ class Remote(PurePosixPath):
         raise NotImplementedError
 
     def resolve(self) -> "Remote":
-        """Itself: it has no links."""
+        """The path that stays the same when a name moves, as a branch does; else itself."""
         return self
+
+    def as_pinned(self, root: str) -> "Remote":
+        """Itself, or `root`, a run's pinned `resolve`, if it is a state of the same folder."""
+        return self
+
+    def sha256(self) -> str:
+        """The SHA-256 of an object's bytes, if that is known without reading it, else ""."""
+        return ""
+
+    def footer(self) -> bytes | None:
+        """The last bytes of a parquet file, from its footer on, if they are kept on this machine.
+        None: they are to be read like all others."""
+        return None
+
+    def read_soon(self, group: int, field: str, distance: int) -> None:
+        """Fetch the column `field` of a row group of a parquet file in the background, because a
+        reader will want it, after `distance` others."""
 
     @staticmethod
     def forget() -> None:
@@ -245,8 +269,10 @@ def url(path: str) -> str:
     return re.sub(r"(^|,)(\w+):(/+|$)", restore, path)
 
 
-def begin_launch() -> None:
-    """Begin a launch: discard cached metadata of objects, so that it is requested again."""
+def begin_launch(data_cache_gb: float = DATA_CACHE_GB) -> None:
+    """Begin a launch: discard cached metadata of objects, so that it is requested again.
+    `data_cache_gb`: what fetched ranges may take on disk, in billions of bytes."""
+    Remote.cache_bytes = int(data_cache_gb * 1e9)
     for kind in Remote.__subclasses__():
         kind.forget()
 
@@ -298,15 +324,21 @@ def make_local_copies(paths: Iterable[AnyPath]) -> None:
 
 
 class Etag(TypedDict, total=False):
-    """The ETag of an object, as records of files store it."""
+    """The ETag of an object, and its SHA-256 if it is known, as records of files store them."""
 
     etag: str
+    sha256: str
 
 
 def etag_of(path: AnyPath) -> Etag:
-    """{"etag": ...} for an object, {} for a file. A changed object is recognized by its ETag, size
-    or footer."""
-    return {"etag": path.etag()} if isinstance(path, Remote) else {}
+    """The ETag of an object, {} for a file. A changed object is recognized by its ETag, size or
+    footer."""
+    if not isinstance(path, Remote):
+        return {}
+    sha256 = path.sha256()
+    if sha256:
+        return {"etag": path.etag(), "sha256": sha256}
+    return {"etag": path.etag()}
 
 
 def each(

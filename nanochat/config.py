@@ -35,7 +35,7 @@ from typing import Any, get_args, get_type_hints
 from nanochat.attention import KERNELS, MODES
 from nanochat.checkpoint import SaveSettings
 from nanochat.cli import Decides, Parser, check_bounds, setting, value_of
-from nanochat.common import check_shape, open_door, parse_json
+from nanochat.common import DATA_CACHE_GB, check_shape, open_door, parse_json
 from nanochat.curriculum import Curriculum, CurriculumSettings, load
 from nanochat.files import DATASET_NAME, FORMATS
 from nanochat.gpt import ASPECT_RATIO, HEAD_DIM, GPTConfig
@@ -54,6 +54,8 @@ from nanochat.sinks import SinkSettings
 from nanochat.text import Selection, TextSettings
 from nanochat.tokenizer import TokenizerSettings
 
+# the door to a run's settings in its mirror
+MIRROR = "nanochat.mirror_fetch:mirrored_config"
 TARGETS = "decides which targets count in the loss"
 ORIGIN = "decides how the run begins"
 # what a change does
@@ -195,8 +197,15 @@ class DataSettings:
 
     data_path: str | None = setting(
         None,
-        "data folder, local or in object storage; token files may also be named by paths without .bin, "
+        "data folder, local, in object storage or on the Hub (hf://datasets/OWNER/NAME[@REVISION][/FOLDER]); URLs of "
+        "parquet files, separated by commas or listed in a text file; or paths of token files without .bin, "
         f"separated by commas (default: the downloaded {DATASET_NAME} data set)",
+    )
+    data_cache: float = setting(
+        DATA_CACHE_GB,
+        "GB on disk for data fetched from the Hub or a web server, so that it is not fetched again",
+        metavar="GB",
+        above=0,
     )
     val_path: str | None = setting(
         None,
@@ -521,8 +530,27 @@ REMOVED = frozenset(
         *("split", "blend_weights", "eod_mask_loss", "num_samples", "index_cache"),
     }
 )
+# what --help shows first
+EVERYDAY = (
+    *("model_tag", "resume", "force", "device_type", "dtype", "compile", "seed"),
+    *("depth", "max_seq_len", "attention_mode"),
+    *("data_path", "val_path", "data_format", "tokenizer", "packing", "long_docs", "curriculum"),
+    *("num_iterations", "target_param_data_ratio", "device_batch_size", "total_batch_size"),
+    *("matrix_lr", "weight_decay", "warmup_steps"),
+    *("eval_every", "sample_every", "save_every", "keep_last_k", "run", "max_runtime_seconds"),
+    *("init_from", "fork_from"),
+)
 # settings that describe how one run begins, which a fork does not take from its parent
-OF_ONE_RUN = ("model_tag", "resume", "force", "fork_from", "fork", "init_from", "skip_steps")
+OF_ONE_RUN = (
+    "model_tag",
+    "resume",
+    "force",
+    "fork_from",
+    "fork",
+    "init_from",
+    "skip_steps",
+    "mirror_to",
+)
 ELSEWHERE = {  # flags of other programs and of older versions
     "--log-every": "omit it; every step is printed",
     **dict.fromkeys(
@@ -665,8 +693,8 @@ def flags_of_run(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def inherited_flags(given: Sequence[str]) -> dict[str, Any]:
     """The flags that a fork takes from its parent, as the launch that took the step had them or,
-    once it has begun, from its own config.json; {} without --fork-from. ValueError or
-    FileNotFoundError if the parent cannot be found."""
+    once it has begun, from its own config.json, here or in its mirror; {} without --fork-from.
+    ValueError or FileNotFoundError if the parent cannot be found."""
     name = value_of(given, "--fork-from")
     if name is None:
         return {}
@@ -675,6 +703,10 @@ def inherited_flags(given: Sequence[str]) -> dict[str, Any]:
         own = run_path(tag)
         if (own / CONFIG_NAME).is_file():
             return flags_of_run(read_config(own))
+        mirror = value_of(given, "--mirror-to")
+        mirrored = {} if mirror is None else open_door(MIRROR)(mirror)
+        if mirrored:
+            return flags_of_run(mirrored)
     parent, selector = find_run_at(name)
     flags = flags_of_run(config_at(parent, step_in(selector)))
     return {name: value for name, value in flags.items() if name not in OF_ONE_RUN}

@@ -9,8 +9,9 @@ The files that a data path names: which of them are data, and which are not read
     PREFIX,PREFIX                            token files, listed without their suffixes
 
 Suffixes of text may be in upper or lower case. A .json file is data if it has one object per line;
-a single array or object is not read. `list_files` lists every file that is not read but could be
-data, and commands print that list. All of these paths may be in object storage.
+a single array or object is not read. `list_files` lists every file that is not read, except those
+about the data (README, LICENSE, logs), and commands print that list. All of these paths may be in
+object storage.
 
 **Links.** The tree below DIR is what `find -L DIR` prints: every link is followed, except one to a
 folder that contains the link, which would never end. A file that is reachable by two names is read
@@ -26,7 +27,7 @@ import errno
 import logging
 import os
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePath
@@ -38,11 +39,13 @@ from nanochat.common import (
     Remote,
     as_path,
     counted,
+    each,
     few,
     get_base_dir,
     local_copy,
     make_local_copies,
     read_json,
+    refuse_secrets,
     storage_of,
 )
 from nanochat.text import SUFFIXES, text_suffix
@@ -58,12 +61,11 @@ GET_DATA = (
     "download data with python -m nanochat.dataset -n 8, make a sample from files on this machine with python "
     "-m dev.make_sample_corpus, or point --data-path at yours"
 )
+LIST_BYTES = 64 << 20  # the largest text file that may list addresses
 BUCKET = "data"  # the name of the bucket if there is only one
 
-COULD_BE_DATA = re.compile(
-    r"\.(jsonl?|ndjson|txt|text|csv|tsv|parquet|parq|pq|arrow|feather|orc|avro|xml|warc|tar|tgz|zip|npy|npz)"
-    r"(\.(gz|zst|zstd|bz2|xz|lz4|snappy|zip))?",
-    re.IGNORECASE,
+NOT_DATA = re.compile(  # whatever their kind
+    r"^(readme|licen[cs]e|copying|notice|changelog|authors|citation)\b|\.(log|lock)$", re.IGNORECASE
 )
 ABOUT_DATA = re.compile(  # text files that are not documents, whatever is beside them
     r"(readme|licen[cs]e|copying|notice|changelog|authors|citation|merges|vocab|md5sums?|sha256sums?|cmakelists"
@@ -228,11 +230,15 @@ class DataPath:
 
 
 def data_at(path: AnyPath | str) -> DataPath:
-    """What a --data-path names: a folder, a file, or token files without their suffixes, separated
-    by commas. FileNotFoundError or ValueError for a list of which some files do not exist."""
+    """What a --data-path names: a folder, a file, token files without their suffixes, separated by
+    commas, or remote text files, separated by commas or listed in a text file. FileNotFoundError or
+    ValueError for a list of which some files do not exist."""
     place = as_path(path)
     parts = str(path).split(",")
-    is_list_of_objects = len(parts) > 1 and all(map(storage_of, parts))
+    listed = _listed_in(place) or parts
+    is_list_of_objects = len(listed) > 1 and all(map(storage_of, listed))
+    if is_list_of_objects and all(map(text_suffix, listed)):
+        return _listed_files(str(path), listed)
     if not is_list_of_objects and exists(place):
         is_single = not place.is_dir()
         return DataPath(
@@ -243,14 +249,54 @@ def data_at(path: AnyPath | str) -> DataPath:
     files = find_prefixes(str(path))
     if not files:
         return DataPath(str(place), place)
+    return DataPath(str(path), _common_folder(files), tuple(files), are_prefixes=True)
+
+
+def _common_folder(files: Sequence[AnyPath]) -> AnyPath:
+    """The folder that contains all files."""
     folders = [file.parent for file in files]
-    folder = as_path(os.path.commonpath(folders)) if len(folders) > 1 else folders[0]
-    return DataPath(str(path), folder, tuple(files), are_prefixes=True)
+    return as_path(os.path.commonpath(folders)) if len(folders) > 1 else folders[0]
+
+
+def _listed_in(place: AnyPath) -> list[str]:
+    """The addresses that a text file lists, one per line; [] if it holds anything else. ValueError
+    for an address that may hold a secret, or that names no text file."""
+    if isinstance(place, Remote) or place.suffix.lower() not in ("", ".txt", ".list"):
+        return []
+    if not is_file(place) or place.stat().st_size > LIST_BYTES:
+        return []
+    listed = []
+    for number, line in enumerate(place.read_bytes().splitlines(), start=1):
+        word = line.decode(errors="replace").strip()
+        if not word or word.startswith("#"):
+            continue
+        if not storage_of(word) or "://" not in word:
+            return []
+        refuse_secrets(word)
+        if not text_suffix(word):
+            raise ValueError(
+                f"{place}: line {number}: {word} is not the address of a {', '.join(SUFFIXES)} file; list one "
+                f"file per line"
+            )
+        listed.append(word)
+    return listed
+
+
+def _listed_files(text: str, listed: Sequence[str]) -> DataPath:
+    """Text files that a --data-path lists. FileNotFoundError names one that does not exist,
+    ValueError one that is listed twice."""
+    files = [as_path(path) for path in listed]
+    for file, times in Counter(files).items():
+        if times > 1:
+            raise ValueError(f"{file}: --data-path lists it twice; list each file once")
+    for _ in each(lambda file: file.stat(), files, at_once=64):
+        pass
+    return DataPath(text, _common_folder(files), tuple(files))
 
 
 class Listing(NamedTuple):
     """The files of a --data-path, each list in the order of relative paths. `ignored`: {reason:
-    files that could be data but are not read}."""
+    files that are not read}."""
 
     data: list[AnyPath]
     ignored: dict[str, list[AnyPath]]
@@ -381,7 +427,7 @@ def _refuse_dangling(folder: AnyPath, links: Sequence[AnyPath]) -> None:
 
 
 def _not_documents(files: Sequence[AnyPath]) -> dict[AnyPath, str]:
-    """{file: reason} for the files of a folder that could be data but are not read."""
+    """{file: reason} for the files of a folder that are not read."""
     reasons: dict[AnyPath, str] = {}
     saved = {
         folder: saved_files(folder)
@@ -398,7 +444,7 @@ def _not_documents(files: Sequence[AnyPath]) -> dict[AnyPath, str]:
             file.name in METADATA or not is_json_lines(file)
         ):
             reasons[file] = "JSON, but not one object per line"
-        elif not suffix and COULD_BE_DATA.search(file.name):
+        elif not suffix and not NOT_DATA.search(file.name):
             reasons[file] = "not a kind of file that is read"
     return reasons
 
@@ -443,11 +489,13 @@ def _warn_of_copies(folder: AnyPath, files: Sequence[AnyPath]) -> None:
 
 
 def describe_ignored(folder: AnyPath, ignored: dict[str, list[AnyPath]]) -> str:
-    """A line about files that could be data but are not read: their number, the reasons, a few
+    """A line about files that are not read: their number, the reasons, a few
     names of each."""
     number = sum(map(len, ignored.values()))
     parts = [f"{few(files, folder)} ({reason})" for reason, files in ignored.items()]
-    return f"{counted(number, 'file')} that could be data {'is' if number == 1 else 'are'} not read: {'; '.join(parts)}"
+    return (
+        f"{counted(number, 'file')} {'is' if number == 1 else 'are'} not read: {'; '.join(parts)}"
+    )
 
 
 # ---- token files, listed one by one --------------------------------------------------------------

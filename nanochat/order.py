@@ -342,6 +342,16 @@ class Order:
         """The unit that begins at a place and ends before the place `stop`."""
         raise NotImplementedError
 
+    def groups_ahead(self, epoch: int, place: int, stop: int, count: int) -> list[int]:
+        """The first groups that a lane reads from a place on, up to the place `stop`: `count` of
+        them, or more if it reads them at once."""
+        groups: dict[int, None] = {}
+        while place < stop and len(groups) < count:
+            unit = self.unit(epoch, place, stop)
+            groups.update(dict.fromkeys(unit.groups.tolist()))
+            place += len(unit.rows)
+        return list(groups)
+
 
 class SmallOrder(Order):
     """A small bucket: its documents are shuffled one by one."""
@@ -417,6 +427,13 @@ class LargeOrder(Order):
         drawn = self._words(int(self.counts[group]), *self.key, epoch, group)
         rows = begin + np.argsort(drawn[begin:end], kind="stable")
         return UnitRows(np.full(len(rows), group), rows, last)
+
+    def groups_ahead(self, epoch: int, place: int, stop: int, count: int) -> list[int]:
+        """See `Order.groups_ahead`."""
+        items, places, _ = self._epoch(epoch)
+        at = int(np.searchsorted(places, place, side="right")) - 1
+        end = int(np.searchsorted(places, stop, side="left"))
+        return items[at : min(end, at + count)].tolist()
 
 
 class Joined(NamedTuple):

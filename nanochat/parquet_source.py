@@ -20,7 +20,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from nanochat.common import AnyPath, counted, etag_of, hash_bytes
+from nanochat.common import AnyPath, Remote, counted, etag_of, hash_bytes
 from nanochat.pins import Manifest, Pin
 from nanochat.prepare import FILE, LINE
 from nanochat.rows import Document
@@ -41,6 +41,7 @@ from nanochat.tokenizer import CannotEncode, Tokenizer
 # footers in memory. A footer was parsed for each group that was read: with 10,000 groups of a single
 # document in a file, a launch resumed after 25 s of processor time
 FOOTERS = 8
+GROUPS_AHEAD = 3  # the group that a lane reads now, and those after it
 
 
 class KeptUnits:
@@ -81,6 +82,7 @@ class ParquetSource(Source):
         self._text_bytes = functools.cache(self._read_text_bytes)
         self._footer = functools.lru_cache(FOOTERS)(self._read_footer)
         self._origins = functools.lru_cache(64)(self._read_origins)
+        self.ahead = GROUPS_AHEAD if any(isinstance(path, Remote) for path in self.paths) else 0
 
     @staticmethod
     def scan_file(path: AnyPath, name: str, text_field: str) -> Pin:
@@ -141,6 +143,14 @@ class ParquetSource(Source):
             ) from None
         # a copy of each: a view would keep the ids of all in memory
         return [Document(ids[begin:end].copy()) for begin, end in pairwise(edges.tolist())]
+
+    def expect(self, groups: Sequence[int]) -> None:
+        """See `Source.expect`."""
+        for distance, group in enumerate(groups):
+            file, number = self.file_of(group)
+            path = self.paths[file]
+            if isinstance(path, Remote):
+                path.read_soon(number, self.field, distance)
 
     def texts(self, group: int) -> Iterator[str]:
         num_documents = int(self.groups[group])

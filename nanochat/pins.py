@@ -11,7 +11,8 @@ it. Files that arrive later are not pinned, so the stream ignores them.
 **What is hashed.** Hashing whole files at each start would take hours on large data sets. The footer
 of a parquet file holds offsets, sizes and statistics of every column chunk, so a rewritten file has a
 different footer. An object is also known by its ETag, which is compared only if the root is the same,
-because a different storage service gives the same bytes a different ETag.
+because a different storage service gives the same bytes a different ETag. On the Hub, the root names
+the commit, and each file's SHA-256 is known without reading it.
 
 **Prepared text** (nanochat/prepare.py) is pinned under the name, size and hash of the user's own
 file. Its pin also holds "parquet", the file that is read instead. That is a place on one machine:
@@ -46,6 +47,7 @@ class Pin(TypedDict):
     groups: list[int]  # number of documents in each
     tokens: NotRequired[int]  # an estimate, if `size` gives none
     etag: NotRequired[str]  # of an object
+    sha256: NotRequired[str]  # of its bytes, if the server that has it says so
     blocks: NotRequired[str]  # a hash of a few blocks of a .bin
     parquet: NotRequired[str]  # the prepared file; "" if it is not prepared yet
     written: NotRequired[list[int | str]]  # [size, footer] that older code pinned

@@ -205,7 +205,8 @@ class TokenWriter:
             with contextlib.suppress(FileNotFoundError):
                 if hash_file(self.idx_path) != written["idx_hash"]:
                     self.idx_path.unlink()
-                    fsync_dir(self.idx_path.parent)
+            # after power loss, too, whoever deleted it
+            fsync_dir(self.idx_path.parent)
 
     def __enter__(self) -> "TokenWriter":
         return self

@@ -1,7 +1,8 @@
 """
 What a launch is protected by, as one context around all of it.
 
-    enter    signals are recorded from here on; the processes find each other; rank 0 locks the run
+    enter    signals are recorded from here on; the processes find each other; rank 0 locks the run,
+             and owns its mirror, if it has one
     sign     the launch owns the run: its record, and RUN/.run_state.json
     watch    a rank that hangs or dies ends all of them, within a stated time
     leave    in reverse order. A command that was refused has left no trace
@@ -17,7 +18,7 @@ import time
 from contextlib import ExitStack
 from typing import Any
 
-from nanochat.common import Stop, join_reasons, stops_if
+from nanochat.common import Stop, join_reasons, open_door, stops_if
 from nanochat.config import Settings
 from nanochat.dist import (
     autodetect_device_type,
@@ -32,10 +33,13 @@ from nanochat.run_dir import run_path
 from nanochat.run_owner import Owner, RunState, claim
 from nanochat.run_state import identify
 from nanochat.run_stop import StopWatch, deadline
+from nanochat.steps import Mirror
 from nanochat.watchdog import Watchdog, open_store
 
 log = logging.getLogger(__name__)
 
+# the door for --mirror-to
+MIRROR = "nanochat.mirror:RunMirror"
 LONG_S = 1800.0  # time limit of an evaluation or a save
 
 
@@ -43,7 +47,8 @@ class Guard:
     """Enter it on every rank.
 
     rank, world_size, device: of this process. ranks: `run_state.identify` of each rank. owner and,
-    once the run is signed, state: on rank 0 only.
+    once the run is signed, state: on rank 0 only. mirror: does nothing without --mirror-to, and on
+    other ranks.
 
         method                          ranks       thread    waits for
         lost                            0; else ''  any       the disk
@@ -62,6 +67,7 @@ class Guard:
         )
         self.owner: Owner | None = None
         self.state: RunState | None = None
+        self.mirror = Mirror()
         self._stop = StopWatch(end, reserve_s=reserve_s, run_dir=self.run_dir)
         self._dog: Watchdog | None = None
         self._stack = ExitStack()
@@ -78,6 +84,9 @@ class Guard:
             def lock() -> None:
                 self.owner = claim(self.run_dir)
                 stack.callback(self.owner.release)
+                if self.settings.mirror_to is not None:
+                    self.mirror = open_door(MIRROR)(self.settings, self.run_dir)
+                    stack.callback(self.mirror.release)
 
             on_all_ranks(lambda: lock() if self.rank == 0 else None)
             self._stack = stack.pop_all()
@@ -111,8 +120,8 @@ class Guard:
         self.state = self._stack.enter_context(state)
 
     def lost(self) -> str:
-        """'' while this launch owns the run, else the error to end with."""
-        return "" if self.owner is None else self.owner.lost()
+        """'' while this launch owns the run and its mirror, else the error to end with."""
+        return self.mirror.lost() or ("" if self.owner is None else self.owner.lost())
 
     # ---- the heartbeat
 
@@ -124,12 +133,16 @@ class Guard:
                 self.state.end("failed", verdict)
             write_collectives(self.run_dir, self.rank)
 
+        def refresh() -> str:
+            lost = "" if self.state is None else self.state.refresh()
+            return lost or self.mirror.lost()
+
         dog = Watchdog(
             open_store(self.world_size),
             self.ranks,
             rank=self.rank,
             timeout_s=self.settings.collective_timeout_seconds,
-            refresh=str if self.state is None else self.state.refresh,
+            refresh=refresh,
             on_failure=failed,
         )
         self._dog = self._stack.enter_context(dog)
@@ -155,8 +168,8 @@ class Guard:
         self._stop.note_work(what, seconds)
 
     def note_save(self, seconds: float) -> None:
-        """A save took so long; the walltime keeps that for the last one."""
-        self._stop.note_save(seconds)
+        """A save took so long; the walltime keeps that for the last one, and time to mirror it."""
+        self._stop.note_save(seconds + self.mirror.slowest_s)
 
     def stop_if_asked(self) -> None:
         """Collective. Raise `Stop` on all ranks if any of them was asked to stop."""

@@ -5,6 +5,7 @@ The journal of a run: each step and each event, told once, received by a list of
     Log          logs/train.jsonl: a line of JSON per step and per event
     Rows         logs/rows: the loss of every row
     Optional     a sink that a setting names, behind the door `sinks.SINKS`
+    Mirror       with --mirror-to, a copy of all this in another place (nanochat/mirror.py)
     RunState     .run_state.json, for scripts.status (nanochat/run_owner.py)
 
 Only rank 0 has sinks; on other ranks, the list is empty. To receive the logged values elsewhere,
@@ -88,8 +89,9 @@ def open_journal(run: Run, guard: Guard) -> Journal:
     own_log = Log(run, owner)
     optional = [Optional(name, entry, run) for name, entry in run.settings.sinks.items()]
     # first the log, which refuses a step with another digest; last the state, whose end gives up the
-    # run
-    journal = Journal([own_log, Terminal(run), Rows(run, owner), *optional, state])
+    # run; before it the mirror, which copies what the others have written
+    own = [own_log, Terminal(run), Rows(run, owner)]
+    journal = Journal([*own, *optional, guard.mirror, state])
     journal.versions = {"code": code_version(), **versions(guard.device)}
     note_other_versions(run, journal.versions)
     # the first launch logs the id of the wandb run at once, so that a resume finds it after a crash

@@ -23,6 +23,7 @@ import contextlib
 import json
 import logging
 import statistics
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -44,7 +45,7 @@ from nanochat.run_dir import (
     read_cursors,
 )
 from nanochat.run_owner import exit_code, liveness
-from nanochat.run_state import STATE_NAME, heartbeat_age_s, read_state
+from nanochat.run_state import STATE_NAME, heartbeat_age_s, read_mirror_state, read_state
 
 log = logging.getLogger(__name__)
 
@@ -475,6 +476,7 @@ class RunReader:
             "exit_code": exit_code(self.run_dir, state),
             "heartbeat_age_s": heartbeat_age_s(state),
             "checkpoint": self._last_save(state["checkpoint"]),
+            "mirror": self._mirror(state["step"]),
         }
         if alive == "dead":
             remedy = self.damaged_tokens() or "the same command resumes the run"
@@ -483,6 +485,18 @@ class RunReader:
                 "reason": f"its status is {state['status']}, but its process is gone; {remedy}",
             }
         return status
+
+    def _mirror(self, step: float | None) -> dict[str, Any] | None:
+        """The state of the run's mirror after `step` steps, with how many steps and seconds it is
+        behind; None without a mirror."""
+        mirror = read_mirror_state(self.run_dir)
+        if mirror is None:
+            return None
+        copied = mirror["copied"]
+        return mirror | {
+            "behind_steps": int(step or 0) - (mirror["step"] or 0),
+            "behind_s": None if copied is None else time.time() - copied,
+        }
 
     def damaged_tokens(self) -> str:
         """The error for the first damaged token file that the run reads, '' if there is none.

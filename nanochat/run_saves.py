@@ -98,10 +98,12 @@ class Saves:
     def report(self, *, wait: bool = False) -> Exception | None:
         """Print and log the outcome of the save in progress if it has ended; with
         `wait`, wait for its end first. Returns the error that must end the run, if any."""
+        step = self.training.progress.step
+        for name, record in self.guard.mirror.news():
+            self.journal.event(name, step, **record)
         outcome = self._saver.take(wait=wait)
         if outcome is None:
             return None
-        step = self.training.progress.step
         self.guard.note_save(outcome.seconds)
         if outcome.path is not None:
             print0(outcome.message)

@@ -20,6 +20,7 @@ from nanochat.common import parse_json
 from nanochat.run_dir import open_regular
 
 STATE_NAME = ".run_state.json"
+MIRROR_NAME = ".mirror.json"
 FORMAT_VERSION = 1
 ACTIVE = ("starting", "running", "stopping")
 EXIT_CODES = {"completed": 0, "stopped": 10, "halted": 3, "failed": 1}  # by final status
@@ -123,6 +124,28 @@ def read_state(run_dir: Path) -> dict[str, Any] | None:
     if not (known and state["ranks"]):
         raise ValueError(f"{path}: not a state that this version of the program writes; {remedy}")
     return state
+
+
+# what a launch with --mirror-to writes about its mirror
+MIRROR = {
+    "mirror": str,
+    "run": str,  # names the run
+    "checkpoint": str | None,  # the newest one in the mirror
+    "step": int | None,  # its step
+    "copied": float | None,  # when, in unix seconds
+    "pending": str | None,  # the checkpoint that is being copied
+    "bytes_left": int,  # of its files
+    "problem": str,  # why the last copy failed
+}
+
+
+def read_mirror_state(run_dir: Path) -> dict[str, Any] | None:
+    """The state of a run's mirror, None if it has none or the file is corrupt."""
+    try:
+        with open_regular(run_dir / MIRROR_NAME, os.O_RDONLY) as f:
+            return parse_json(f.read(), "", MIRROR)
+    except (FileNotFoundError, NotADirectoryError, ValueError):
+        return None
 
 
 def heartbeat_age_s(state: Mapping[str, Any]) -> float:

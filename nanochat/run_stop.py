@@ -225,13 +225,16 @@ class StopWatch:
 
     def look_for_request(self, run_dir: Path, *, has_stopped: bool = False) -> None:
         """Check for a request to stop, and delete one that an earlier launch left behind. The
-        owner's heartbeat calls this, so that no step waits for a disk. `has_stopped`: delete what
-        is there, because it must not stop a launch that waits for the end of this one, too."""
+        owner's heartbeat calls this, so that no step waits for a disk. `has_stopped`: mark what is
+        there as honoured. It must not stop a launch that waits for the end of this one, too; but
+        shell scripts look whether it is there."""
         with contextlib.suppress(OSError):
             request = None if self._request and not has_stopped else read_request(run_dir)
             if request is None:
                 return
-            if has_stopped or self._is_leftover(request):
+            if has_stopped:
+                write_request(run_dir, request._replace(honoured=True))
+            elif self._is_leftover(request):
                 os.unlink(run_dir / FLAG_NAME)
             else:
                 self._request = request
@@ -239,6 +242,8 @@ class StopWatch:
     def _is_leftover(self, request: "Request") -> bool:
         """Whether a request to stop was meant for an earlier launch. No clock that can be set
         decides: machines differ by hours, and a clock may be set back while a run trains."""
+        if request.honoured:
+            return True
         if request.boot and request.boot == boot_id():  # made on this machine since it booted
             return request.uptime_s < self._began_s
         return request == self._first_request and request.launcher != identify_launcher()
@@ -292,6 +297,7 @@ class Request(NamedTuple):
     launcher: str = ""  # of the launch that owned the run, or had owned it last; '' if none had
     boot: str = ""  # `boot_id` where scripts.stop ran
     uptime_s: float = 0.0  # and `uptime_s` there
+    honoured: bool = False  # a launch has stopped because of it
     inode: int = 0  # of the file
     mtime_ns: int = 0
 
@@ -303,10 +309,13 @@ def request_stop(run_dir: Path) -> None:
     owner: dict[str, Any] = {}
     with contextlib.suppress(OSError, ValueError):
         owner = parse_json(last_owner(run_dir)[0], "", dict)
+    write_request(run_dir, Request(str(owner.get("launcher", "")), boot_id(), uptime_s()))
+
+
+def write_request(run_dir: Path, request: Request) -> None:
+    """Write the file of a request. OSError or ValueError if that fails."""
     content = {
-        "launcher": str(owner.get("launcher", "")),
-        "boot": boot_id(),
-        "uptime_s": uptime_s(),
+        name: getattr(request, name) for name in ("launcher", "boot", "uptime_s", "honoured")
     }
     with open_regular(run_dir / FLAG_NAME, os.O_WRONLY | os.O_CREAT) as file:
         file.truncate(0)
@@ -327,7 +336,10 @@ def read_request(run_dir: Path) -> Request | None:
     except ValueError:
         return request
     return request._replace(
-        launcher=content["launcher"], boot=content["boot"], uptime_s=content["uptime_s"]
+        launcher=content["launcher"],
+        boot=content["boot"],
+        uptime_s=content["uptime_s"],
+        honoured=content.get("honoured", False) is True,
     )
 
 

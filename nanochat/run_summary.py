@@ -4,6 +4,7 @@ What a launch prints before its first step, and when it runs out of memory.
 
 import contextlib
 import os
+import textwrap
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -19,6 +20,8 @@ from nanochat.run_dir import CONFIG_NAME, Fork
 from nanochat.run_settings import derive, describe_memory, device_memory, estimate_memory
 from nanochat.splits import describe_split, files_of, last_file_validates
 from nanochat.start_run import Run, Start
+
+WIDTH = 100  # characters of a line
 
 
 def print_split(run: Run) -> None:
@@ -86,14 +89,26 @@ def _print_settings(start: Start, typed: Sequence[str]) -> None:
     follows from them, the data and this machine."""
     settings = start.settings.differing()
     settings.pop("fork", None)  # a line of its own says it in words
-    print0("set:")
-    for name, value in settings.items():
-        if name in typed:
-            print0(f"  {flag(name):32s} {show_short(value)}")
-    print0("worked out from these settings, the data and this machine:")
-    for name, value in {**settings, **derive(start.settings, start.horizon)}.items():
-        if name not in typed:
-            print0(f"  {name:32s} {show_short(value)}")
+    named = [f"{flag(name)}={short(str(settings[name]))}" for name in settings if name in typed]
+    derived = {**settings, **derive(start.settings, start.horizon)}
+    for name in [name for name in derived if name.startswith("params_")]:
+        if name != "params_total":
+            del derived[name]  # config.json has them
+    found = [f"{name} {short(show(value))}" for name, value in derived.items() if name not in typed]
+    _print_wrapped("set", " ".join(named))
+    _print_wrapped("worked out", ", ".join(found))
+
+
+def _print_wrapped(what: str, text: str) -> None:
+    """Print a text in lines of at most WIDTH characters."""
+    lines = textwrap.wrap(
+        f"{what}: {text}",
+        WIDTH,
+        subsequent_indent="  ",
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+    print0("\n".join(lines))
 
 
 def _notes(start: Start, layout: StepLayout, device: torch.device) -> Iterator[str]:
@@ -125,9 +140,8 @@ def _notes(start: Start, layout: StepLayout, device: torch.device) -> Iterator[s
         )
 
 
-def show_short(value: object) -> str:
-    """`show` of a setting. A list of hundreds of paths is cut."""
-    text = show(value)
+def short(text: str) -> str:
+    """A text for a line. A list of hundreds of paths is cut."""
     return text if len(text) < 2000 else f"{text[:300]} ... ({len(text):,} characters)"
 
 

@@ -23,6 +23,7 @@ import numpy as np
 
 from nanochat.common import (
     AnyPath,
+    Remote,
     as_path,
     counted,
     each,
@@ -88,6 +89,8 @@ class Source:
     Several threads may call both at once, and errors name the file.
     """
 
+    # how many groups ahead of a lane it wants to know, because it fetches them from far away
+    ahead = 0
     lengths_known: ClassVar[bool] = False  # whether the subclass implements `lengths`
     # whether it can return entries as they are stored, for `binned`
     has_entries: ClassVar[bool] = False
@@ -154,6 +157,9 @@ class Source:
         """Documents `rows` (n,) of a group, in that order. The rows after these, up to `keep`, will
         be read soon."""
         raise NotImplementedError
+
+    def expect(self, groups: Sequence[int]) -> None:
+        """Begin to fetch groups that a lane will read, the next one first. Called if `ahead` > 0."""
 
     def lengths(self, group: int, rows: np.ndarray) -> tuple[list[int], list[int]]:
         """What `read` returns, without the ids: (length of each document, ids of context at its
@@ -402,6 +408,8 @@ def _find_again(manifest: Manifest, folder: AnyPath | None) -> Manifest:
     """The manifest below another folder, if given. FileNotFoundError names a file that does not
     exist; ValueError one that is to be prepared, and has another size."""
     root = folder or as_path(manifest["root"])
+    if isinstance(root, Remote):
+        root = root.as_pinned(manifest["root"])
     new_root = str(root.resolve())
     began = ""
     if new_root != manifest["root"]:
@@ -441,8 +449,10 @@ def _compare(old_manifest: Manifest, manifest: Manifest) -> list[Pin]:
     def compare(old: Pin) -> Pin:
         path = as_path(manifest["root"]) / old["name"]
         place = place_of(manifest, old)
-        is_same_object = is_same_place and etag_of(place) == {"etag": old.get("etag")}
-        if is_same_object and place.suffix == ".parquet":
+        version = etag_of(place)
+        is_same_object = is_same_place and version != {} and version.get("etag") == old.get("etag")
+        is_same_bytes = "sha256" in version and version["sha256"] == old.get("sha256")
+        if (is_same_object or is_same_bytes) and place.suffix == ".parquet":
             return old  # the object has not changed, so neither has its footer
         new = pin(place, old["name"], field)
         compared = ["size", "footer", "groups", "tokens"]

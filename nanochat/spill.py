@@ -32,7 +32,7 @@ from typing import BinaryIO
 
 import numpy as np
 
-from nanochat.common import AnyPath, as_path, check_stop, get_base_dir
+from nanochat.common import AnyPath, Remote, as_path, begin_launch, check_stop, get_base_dir
 from nanochat.text import open_parquet, read_batches
 
 LARGE_BYTES = 16 << 20  # of text in a row group; smaller groups are decoded in memory
@@ -161,6 +161,7 @@ def _in_child(path: AnyPath, number: int, field: str, out: BinaryIO) -> None:
     """`write_texts` in a process of its own, which Ctrl-C does not reach."""
     root = str(Path(__file__).parents[1])
     command = [sys.executable, "-c", CHILD, root, str(path), str(number), field, str(out.fileno())]
+    command.append(str(Remote.cache_bytes / 1e9))
     child = subprocess.Popen(
         command,
         pass_fds=[out.fileno()],
@@ -183,6 +184,8 @@ def _in_child(path: AnyPath, number: int, field: str, out: BinaryIO) -> None:
         return
     if kind == "ValueError":
         raise ValueError(sentence)
+    if kind == "0":  # our own sentence, for example about a server that does not answer
+        raise OSError(sentence)
     if kind.isdigit():
         raise OSError(int(kind), sentence)
     raise RuntimeError(
@@ -190,15 +193,16 @@ def _in_child(path: AnyPath, number: int, field: str, out: BinaryIO) -> None:
     )
 
 
-def main(path: str, number: str, field: str, fd: str) -> None:
+def main(path: str, number: str, field: str, fd: str, data_cache_gb: str) -> None:
     """The child: write the texts to the inherited file `fd`.
 
     Prints the kind of an error and its sentence.
     """
+    begin_launch(float(data_cache_gb))
     try:
         with os.fdopen(int(fd), "wb") as out:
             write_texts(as_path(path), int(number), field, out)
     except ValueError as e:
         sys.exit(f"ValueError {e}")
     except OSError as e:
-        sys.exit(f"{e.errno} {e.strerror}")
+        sys.exit(f"{e.errno or 0} {e.strerror or e}")

@@ -40,7 +40,7 @@ from nanochat.files import (
 )
 from nanochat.pins import Manifest, Manifests
 from nanochat.sources import reader_class, scan_all
-from nanochat.text import ALL, Selection, text_suffix
+from nanochat.text import ALL, Selection, fetch_footers, text_suffix
 
 log = logging.getLogger(__name__)
 
@@ -264,6 +264,7 @@ def drop_empty(data: DataPath, files: Sequence[AnyPath]) -> list[AnyPath]:
     """The files that hold documents. One warning lists the others. ValueError if no file holds any,
     or if some only stand for data that was not fetched."""
     folder = data.folder
+    fetch_footers(files)
     contents = list(each(content_of, files))
     pointers = [file for file, content in zip(files, contents) if content == "pointer"]
     if pointers:

@@ -48,9 +48,11 @@ from nanochat.checkpoint import (
 )
 from nanochat.cli import EXIT_HALTED
 from nanochat.common import (
+    AnyPath,
     as_path,
     begin_launch,
     check_stop,
+    get_base_dir,
     open_door,
     print0,
     write_json,
@@ -208,7 +210,7 @@ class Run(Start):
 def command(settings: Settings, world_size: int, device_type: str) -> tuple[Settings, Tokenizer]:
     """(settings, tokenizer): the settings of a command line, completed with those that follow from
     this machine. ValueError and FileNotFoundError for settings that cannot work here."""
-    begin_launch()
+    begin_launch(settings.data_cache)
     data_path = os.path.expanduser(as_path(settings.data_path or default_data_path()))
     tokenizer = find_tokenizer(settings, data_path)
     if settings.data_format == "text" or settings.core_metric_every > 0:
@@ -247,14 +249,25 @@ def command(settings: Settings, world_size: int, device_type: str) -> tuple[Sett
 
 def find_tokenizer(settings: Settings, data_path: str) -> Tokenizer:
     """The tokenizer that the settings name; by default tokenizer/ in the data folder, or <base
-    dir>/tokenizer. ValueError or FileNotFoundError if neither exists."""
+    dir>/tokenizer, or the run's own, which a mirror brings to an empty machine. ValueError or
+    FileNotFoundError if none exists."""
     data = data_at(data_path)
     folder = data.folder
     if data.files and len(folder.parts) == 1:  # listed files without a common folder
         folder = data.files[0].parent
-    beside = folder / "tokenizer" if (folder / "tokenizer/tokenizer.json").is_file() else None
+
+    def has_one(place: AnyPath) -> bool:
+        return (place / "tokenizer/tokenizer.json").is_file()
+
+    place: AnyPath | None = None
+    if has_one(folder):
+        place = folder
+    elif not has_one(get_base_dir()) and has_one(run_path(settings.tag)):
+        place = run_path(settings.tag)
     return get_tokenizer(
-        settings.tokenizer or beside, eod_token=settings.eod_token, data_path=settings.data_path
+        settings.tokenizer or (place and place / "tokenizer"),
+        eod_token=settings.eod_token,
+        data_path=settings.data_path,
     )
 
 
@@ -506,7 +519,7 @@ def open_run(run_dir: Path) -> tuple[RunData, Any, Settings]:
     disk are compared with their pins first. FileNotFoundError if the run has pinned no files."""
     settings = Settings.from_json(read_config(run_dir))
     manifests = read_manifests(run_dir / DATA_MANIFEST)
-    begin_launch()
+    begin_launch(settings.data_cache)
     if not manifests:
         raise FileNotFoundError(
             f"{run_dir / DATA_MANIFEST}: missing, so this run has read no data; start it first"

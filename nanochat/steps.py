@@ -198,3 +198,30 @@ class Sink:
 
     def close(self) -> None:
         """The last call, even after an error."""
+
+
+class Mirror(Sink):
+    """A copy of a run in another place, which also counts as an owner of the run. This one is that
+    of a run without --mirror-to: it does nothing. nanochat/mirror.py has the other one.
+
+    slowest_s: how long its slowest copy of a checkpoint took.
+    """
+
+    slowest_s = 0.0
+
+    def lost(self) -> str:
+        """'' while this launch owns the mirror, otherwise the error to exit with."""
+        return ""
+
+    def fetch(self) -> None:
+        """Bring the run directory up to date, before a launch looks at it."""
+
+    def news(self) -> list[tuple[str, dict[str, Any]]]:
+        """(name, values) of the events since the last call, for the log."""
+        return []
+
+    def finish(self) -> None:
+        """Copy what is left, within the time that is reserved for the last save."""
+
+    def release(self) -> None:
+        """Give up the mirror, when the launch ends."""

@@ -253,8 +253,23 @@ class Feed:
         """Have the pool read the next unit of the epoch, unless it is already doing so."""
         has_more = self.place < self.share.stop
         if self.pool and has_more and self.unit is None:
+            self._expect()
             call = copy_context().run  # a stop ends its waits, too
             self.unit = self.pool.submit(call, self._fetch, self.epoch, self.place, self.share.stop)
+
+    def _expect(self) -> None:
+        """Tell a source that fetches its data from far away what comes next, in this epoch and at
+        the start of the following one."""
+        ahead = self.source.ahead
+        if not ahead:
+            return
+        groups = self.order.groups_ahead(self.epoch, self.place, self.share.stop, ahead)
+        is_last = 0 < self.max_epochs <= self.epoch + 1
+        if len(groups) < ahead and not is_last:
+            share = self.order.share(self.lane, self.epoch + 1)
+            missing = ahead - len(groups)
+            groups += self.order.groups_ahead(self.epoch + 1, share.start, share.stop, missing)
+        self.source.expect(groups)
 
     def _fill(self) -> None:
         """Push units of the current epoch until the packer wants no more.
@@ -387,6 +402,8 @@ class Feed:
         groups: dict[int, dict[DocumentKey, Piece]] = {}
         for key, piece in waiting.items():
             groups.setdefault(key.group, {})[key] = piece
+        if self.pool and self.source.ahead:
+            self.source.expect(list(groups))
         for group, pieces in groups.items():
             if self.pool:
                 call = copy_context().run

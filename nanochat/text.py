@@ -25,7 +25,7 @@ import ctypes
 import logging
 import math
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path, PurePath
 from typing import Any, BinaryIO, NamedTuple, TypedDict, cast
@@ -33,9 +33,10 @@ from typing import Any, BinaryIO, NamedTuple, TypedDict, cast
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
+from tqdm import tqdm
 
 from nanochat.cli import Decides, setting
-from nanochat.common import AnyPath, Remote, as_path, counted, get_base_dir, parse_json
+from nanochat.common import AnyPath, Remote, as_path, counted, each, get_base_dir, parse_json
 
 log = logging.getLogger(__name__)
 
@@ -50,6 +51,7 @@ TEXT_BYTES, ORIGIN = b"text_bytes", b"prepared_from"
 MAX_DOCUMENT_BYTES = 256 << 20  # a larger document is a mistake, or meant to exhaust memory
 # more than an empty document takes in a parquet file, even with a page of its own
 EMPTY_BYTES = 200
+FOOTERS_AT_ONCE = 64  # requests; each waits for the network, not for this machine
 LITTLE_TEXT = 1 << 18  # bytes; returning less than this to the system is not worth a call
 NULLS = "{}: {} in column `{}` of row group {}; delete or fill these rows"
 
@@ -245,8 +247,34 @@ def named_in_errors(path: AnyPath | str, problem: str) -> Iterator[None]:
 
 
 def for_arrow(path: AnyPath) -> Path | BinaryIO:
-    """A file as Arrow reads it: a local file by its name, because then no read holds Python's lock."""
-    return path.open("rb") if isinstance(path, Remote) else path
+    """A file as Arrow reads it: a local file by its name, because then no read holds Python's lock.
+    Without a buffer, each read of a remote file is the whole column of a row group."""
+    return path.open("rb", buffering=0) if isinstance(path, Remote) else path
+
+
+def kept_metadata(path: AnyPath) -> pq.FileMetaData | None:
+    """The metadata of a remote parquet file whose footer is kept on this machine. ArrowException if
+    it is corrupt."""
+    footer = path.footer() if isinstance(path, Remote) else None
+    if footer is None:
+        return None
+    return pq.read_metadata(pa.BufferReader(footer[-4:] + footer))  # a file begins as it ends
+
+
+def read_metadata(path: AnyPath) -> pq.FileMetaData:
+    """The metadata of a parquet file. ArrowException if it is corrupt."""
+    kept = kept_metadata(path)
+    return pq.read_metadata(for_arrow(path)) if kept is None else kept
+
+
+def fetch_footers(paths: Sequence[AnyPath]) -> None:
+    """Fetch the footers of remote parquet files, many at once, under a progress bar. They stay on
+    this machine if their storage keeps them."""
+    remote = [path for path in paths if isinstance(path, Remote) and path.suffix == ".parquet"]
+    footers = each(lambda path: path.footer(), remote, at_once=FOOTERS_AT_ONCE)
+    bar = tqdm(footers, "reading footers", len(remote), unit=" files", delay=1, disable=None)
+    for _ in bar:
+        pass
 
 
 def open_parquet(
@@ -262,6 +290,8 @@ def open_parquet(
             remedy = "the next launch prepares it again"
         raise FileNotFoundError(f"{path}: the file is gone; {remedy}")
     with named_in_errors(path, "truncated or not a parquet file"):
+        if metadata is None:
+            metadata = kept_metadata(path)
         # pre_buffer would hold the pages of a whole row group in memory, although a reader needs
         # one batch at a time
         file = pq.ParquetFile(
@@ -369,14 +399,26 @@ def read_footer(path: AnyPath, field: str = TEXT_FIELD) -> Footer:
     if ORIGIN in recorded:
         shape = {"size": int, "hash": str}
         origin = Origin(**parse_json(recorded[ORIGIN], f"{path}: {ORIGIN.decode()}", shape))
-    with path.open("rb") as f:
-        f.seek(-8 - metadata.serialized_size, 2)  # its length and PAR1 follow the footer
-        return Footer(f.read(), counts, text_bytes, None if unknown else nulls, origin)
+    raw = path.footer() if isinstance(path, Remote) else None
+    if raw is None:
+        with path.open("rb") as f:
+            f.seek(-8 - metadata.serialized_size, 2)  # its length and PAR1 follow the footer
+            raw = f.read()
+    return Footer(raw, counts, text_bytes, None if unknown else nulls, origin)
 
 
 def leaf_column(metadata: pq.FileMetaData, field: str) -> int:
     """The index of a column among all leaf columns (a struct before it adds several)."""
     return [metadata.schema.column(i).path for i in range(metadata.num_columns)].index(field)
+
+
+def column_range(metadata: pq.FileMetaData, group: int, field: str) -> tuple[int, int]:
+    """(first byte, end) of a column of a row group, as Arrow reads it."""
+    column = metadata.row_group(group).column(leaf_column(metadata, field))
+    begin = column.data_page_offset
+    if column.has_dictionary_page and 0 < column.dictionary_page_offset < begin:
+        begin = column.dictionary_page_offset
+    return begin, begin + column.total_compressed_size
 
 
 def text_tokens(text_bytes: int, documents: int) -> int:

@@ -15,7 +15,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 from tqdm import tqdm
 
 from nanochat.common import (
@@ -38,13 +37,13 @@ from nanochat.text import (
     Skipped,
     checked,
     flat,
-    for_arrow,
     misfit,
     named_in_errors,
     open_parquet,
     prepared_dir,
     read_batches,
     read_footer,
+    read_metadata,
     text_suffix,
 )
 
@@ -293,7 +292,7 @@ def is_empty_text(path: AnyPath) -> bool:
         return size == 0
     with named_in_errors(path, "the file cannot be read"):
         if suffix == ".parquet":
-            rows = pq.read_metadata(for_arrow(path)).num_rows
+            rows = read_metadata(path).num_rows
             return rows == 0 or count_nulls(path, TEXT_FIELD) == rows
         if suffix == ".arrow":
             with path.open("rb") as file:

@@ -32,7 +32,7 @@ from nanochat.any_step import make_available
 from nanochat.checkpoint import list_checkpoints
 from nanochat.cli import EXIT_HALTED, Parser, lasting_output, quiet_gc, run_main, setup_logging
 from nanochat.common import Stop, counted, duration, join_reasons, print0
-from nanochat.config import Settings, add_flags, from_flags
+from nanochat.config import EVERYDAY, Settings, add_flags, from_flags
 from nanochat.dataloader import DataLoader, Dry
 from nanochat.dist import (
     RANKS_EVERY,
@@ -67,10 +67,14 @@ from nanochat.steps import Outcome, Progress, StepReport, StepTotals
 from nanochat.tokenizer import Tokenizer
 from nanochat.trainer import Training, make_model, new_row_table, take_step
 
+NOTICEABLE = 0.01  # a wait for data of this share of the step is printed
+
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse command-line flags, by default those of this process."""
-    return add_flags(Parser(description="Pretrain a base model.", epilog=__doc__)).parse_args(argv)
+    parser = add_flags(Parser(description=__doc__))
+    parser.show_first(EVERYDAY)
+    return parser.parse_args(argv)
 
 
 # ---- a launch ------------------------------------------------------------------------------------
@@ -86,6 +90,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         start, tokenizer = look(given, guard)
         over = start.over()
         if over is not None:
+            on_rank0(guard.mirror.finish)
             return report_over(start, over)
         run = find_data(start, tokenizer, guard.rank)
         with build(run, guard) as (training, journal, saves):
@@ -95,7 +100,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def look(given: Settings, guard: Guard) -> tuple[Start, Tokenizer]:
     """Collective. How the command's run starts or resumes, and its tokenizer. Writes nothing into
-    the run; text may be prepared."""
+    the run but what its mirror has; text may be prepared."""
+    on_rank0(guard.mirror.fetch)
     named = given.resume
     if named in ("auto", "scratch"):
         begins = named == "scratch" or not list_checkpoints(guard.run_dir)
@@ -233,6 +239,7 @@ def loop(run: Run, training: Training, guard: Guard, journal: Journal, saves: Sa
     is_final_saved = False
     try:
         print0("start: packing the first step")
+        print0("start: steps show the smoothed loss, rates (x1: peak), norm of the gradient, time")
         training.check_next_step(run)
         guard.stop_if_asked()  # during the set-up
         while True:
@@ -493,15 +500,17 @@ def log_step(
     }
     record |= losses_of_buckets(loader.buckets, totals) | memory_in_use(loader.device)
     line = [
-        f"loss {smooth:.6f} (smoothed)",
+        f"loss {smooth:.5f}",
         f"lr x{lr:.3f}",
-        f"grad norm {totals.grad_norm:.4f}",
-        f"{step_s * 1000:.1f} ms",
+        f"norm {totals.grad_norm:.4f}",
+        f"{step_s * 1000:,.0f} ms",
         f"{rate:,.0f} tok/s",
-        *([f"mfu {mfu:.1%}"] if mfu else []),
-        f"data wait {wait_s * 1000:.1f} ms",
-        f"eta {duration(eta_s)}",
     ]
+    if mfu:
+        line.append(f"mfu {mfu:.1%}")
+    if wait_s > NOTICEABLE * step_s:
+        line.append(f"wait {wait_s * 1000:,.0f} ms")
+    line.append(f"{duration(eta_s)} left")
     report = StepReport(
         step=step,
         totals=totals,
@@ -571,6 +580,8 @@ def report_completed(run: Run, progress: Progress, peak: int | None) -> None:
     if peak is not None:
         line += f"; peak memory {peak / 1e9:,.1f} GB"
     print0(f"{line}; {run.run_dir}")
+    name = run.run_dir.name
+    print0(f"next: python -m scripts.sample {name}, python -m scripts.page {name}")
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@ List all commands, or run one of them by its name.
 
     python -m scripts.help                      # every command on one line, grouped by purpose
     python -m scripts.help tok-shards           # the help of one command
-    nanochat train --depth=12                   # after `pip install -e .`: python -m scripts.base_train --depth=12
+    .venv/bin/nanochat train --depth=12         # python -m scripts.base_train --depth=12, from any folder
     python -m scripts.help --translate run.yaml # our command line for gpt-simple's file of settings
 
 Every module in scripts/ is a command, including those that a fork adds. Its name is written with
@@ -85,9 +85,9 @@ def listing(known: dict[str, str]) -> str:
         ]
     renamed = ", ".join(f"{shown[name]} is {name}" for name in SHORT.values())
     lines += [
-        "python -m scripts.COMMAND --help shows examples and flags. After `pip install -e .`, each command is "
+        "python -m scripts.COMMAND --help shows examples and flags. After `bash dev/setup.sh`, each command is "
         "also",
-        f"nanochat COMMAND ({renamed}).",
+        f".venv/bin/nanochat COMMAND ({renamed}).",
         "For jobs on clusters, see docs/clusters.md.",
     ]
     return "\n".join(lines)

@@ -21,10 +21,11 @@ A receipt holds everything that determines the rows, and the digests that the ru
 
 All of it is plain JSON: 700 kB for a vocabulary of 32,768, and 90 bytes per file. Names are
 relative to the data path. Files in object storage have no hash of their bytes, because computing it
-would require downloading them.
+would require downloading them; those on the Hub have the SHA-256 that it lists.
 """
 
 import contextlib
+import hashlib
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -83,6 +84,7 @@ SHAPE = {
     "tokenizer": dict,
     "checksum": str,
 }
+SHA256 = "sha256:"  # how a hash begins that the Hub knows
 REWRITE = "write it again with python -m scripts.receipt RUN"
 
 
@@ -90,17 +92,24 @@ class FileLine(NamedTuple):
     """A file in a receipt."""
 
     pin: str  # hash of its entry in the manifest, which a run compares when it resumes
-    # hash of its bytes (for a pair, also of the .idx); "-" for a file in object storage
+    # hash of its bytes (for a pair, also of the .idx); "sha256:..." for a file on the Hub, "-" for
+    # one in object storage
     content: str
     size: str
     name: str
+
+    def is_other_content(self, now: "FileLine") -> bool:
+        """Whether the bytes are known to differ: both have a hash, of the same kind."""
+        is_known = "-" not in (self.content, now.content)
+        is_same_kind = self.content.startswith(SHA256) == now.content.startswith(SHA256)
+        return is_known and is_same_kind and self.content != now.content
 
     def differs(self, path: AnyPath, now: "FileLine") -> str:
         """A sentence that says how this file differs from the one at `path` now; empty if they are
         equal."""
         if self.size != now.size:
             return f"{path}: it has {now.size} bytes, the receipt says {self.size}"
-        if "-" not in (self.content, now.content) and now.content != self.content:
+        if self.is_other_content(now):
             return f"{path}: its contents have changed (hash {now.content[:16]}, the receipt says {self.content[:16]})"
         if now.pin != self.pin:
             return f"{path}: its documents or groups have changed (pin {now.pin}, the receipt says {self.pin})"
@@ -110,12 +119,17 @@ class FileLine(NamedTuple):
 # ---- making one ---------------------------------------------------------------------------------
 
 
-def describe_file(root: AnyPath, entry: Pin) -> FileLine:
-    """The line of a file below `root`, given its entry in a manifest."""
+def describe_file(root: AnyPath, entry: Pin, *, by_sha256: bool = False) -> FileLine:
+    """The line of a file below `root`, given its entry in a manifest. `by_sha256`: hash it as the
+    Hub does."""
     path = root / entry["name"]
     pinned = hash_json(pins_of(entry))
     if isinstance(path, Remote):
-        content = "-"
+        sha256 = path.sha256()
+        content = f"{SHA256}{sha256}" if sha256 else "-"
+    elif by_sha256:
+        with path.open("rb") as file:
+            content = f"{SHA256}{hashlib.file_digest(file, 'sha256').hexdigest()}"
     elif path.suffix == ".bin":
         content = hash_bytes(
             *(hash_file(part).encode() for part in (path, path.with_suffix(".idx")))
@@ -305,7 +319,7 @@ def compare_file(pair: tuple[FileLine, Pin], root: AnyPath) -> FileLine:
     ValueError if they differ."""
     file, entry = pair
     path = root / file.name
-    now = describe_file(root, entry)
+    now = describe_file(root, entry, by_sha256=file.content.startswith(SHA256))
     if problem := file.differs(path, now):
         same_bytes = "-" not in (now.content, file.content) and now.content == file.content
         if same_bytes and is_prepared(entry):

@@ -164,7 +164,7 @@ def replayed(
     if data_path is not None:
         start = replace(start, settings=replace(start.settings, data_path=data_path))
     settings = start.settings
-    begin_launch()
+    begin_launch(settings.data_cache)
     activate_kernel(
         settings.attention_kernel, process.device.type, deterministic=settings.deterministic
     )

@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Any
 
 from nanochat.cli import Parser, run_main
-from nanochat.common import duration, get_base_dir, show, table
+from nanochat.common import counted, duration, get_base_dir, show, table
 from nanochat.run_dir import Fork, changes_text, find_run, list_runs, run_path
 from nanochat.run_reader import RunReader, tree_of
 
@@ -130,6 +130,7 @@ def status_text(run: dict[str, Any]) -> str:
         values["phase"] = run["phase"]
         values["spikes skipped"] = run.get("skipped")
         values["started"] = f"{began}, {ago} ago"
+        values["mirror"] = mirror_text(run)
         if run["liveness"] == "alive":
             values["processes"] = processes_of(run)
     values["folder"] = run["run"]
@@ -138,6 +139,25 @@ def status_text(run: dict[str, Any]) -> str:
         if value not in (None, "", "-", 0):
             lines.append(f"{name:17}{show(value)}")
     return "\n".join(lines)
+
+
+def mirror_text(run: dict[str, Any]) -> str | None:
+    """What the mirror of a run holds, and how far behind it is; None without a mirror."""
+    mirror = run["mirror"]
+    if mirror is None:
+        return None
+    text = f"{mirror['mirror']}: nothing copied yet"
+    if mirror["checkpoint"] is not None:
+        text = f"{mirror['mirror']}: {mirror['checkpoint']}"
+    if mirror["behind_steps"]:
+        text += f", {counted(mirror['behind_steps'], 'step')} behind"
+    if mirror["behind_s"] is not None:
+        text += f", copied {duration(mirror['behind_s'])} ago"
+    if mirror["pending"] is not None:
+        text += f"; copying {mirror['pending']}, {mirror['bytes_left'] / 1e6:,.1f} MB left"
+    if mirror["problem"]:
+        text += f"; the last try failed: {mirror['problem']}"
+    return text
 
 
 def processes_of(run: dict[str, Any]) -> str:

@@ -44,7 +44,8 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         type=Path,
         required=True,
         metavar="RAW",
-        help=f"folder of {', '.join(SUFFIXES)} files, local or in object storage (s3://BUCKET/KEY)",
+        help=f"folder of {', '.join(SUFFIXES)} files, local, in object storage (s3://BUCKET/KEY) or on the Hub "
+        "(hf://datasets/OWNER/NAME)",
     )
     add_text_flags(parser, "text_field", "min_chars", "val_fraction", "strict")
     parser.add_argument(

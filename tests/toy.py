@@ -66,6 +66,7 @@ class MemorySource:
     read."""
 
     bos = BOS
+    ahead = 0
 
     def __init__(
         self,

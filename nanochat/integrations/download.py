@@ -91,23 +91,30 @@ class Downloader:
         fsync_dir(self.data_dir)
 
 
+def hub_access() -> tuple[str, str]:
+    """(address of the Hub, token), from HF_ENDPOINT and HF_TOKEN. The token is for this server only.
+    ValueError if one of the variables is unusable."""
+    endpoint = os.environ.get("HF_ENDPOINT", "").rstrip("/") or HUB
+    check_url("HF_ENDPOINT", endpoint)
+    token = os.environ.get("HF_TOKEN", "").strip()
+    if not re.fullmatch(r"[!-~]*", token):  # the HTTP library's error would print it
+        raise ValueError(
+            "HF_TOKEN: contains characters that an HTTP header cannot carry; set it again"
+        )
+    return endpoint, token
+
+
 def make_downloader(
     name: str = DATASET_NAME, *, base_url: str | None = None, data_dir: Path | None = None
 ) -> Downloader:
     """A Downloader for a known data set, with HF_ENDPOINT and HF_TOKEN from the environment.
     Creates its folder and writes the data set's name there. ValueError for an unusable variable or
     address, or if the folder holds a different data set."""
-    endpoint = os.environ.get("HF_ENDPOINT", "").rstrip("/") or HUB
+    endpoint, token = hub_access()
     url = (base_url or DATASETS[name].base_url).rstrip("/")
     if url.startswith(f"{HUB}/"):
         url = endpoint + url.removeprefix(HUB)
-    check_url("HF_ENDPOINT", endpoint)
     check_url("--base-url", url)
-    token = os.environ.get("HF_TOKEN", "").strip()
-    if not re.fullmatch(r"[!-~]*", token):  # the HTTP library's error would print it
-        raise ValueError(
-            "HF_TOKEN: contains characters that an HTTP header cannot carry; set it again"
-        )
     data_dir = data_dir or default_data_dir(name)
     if (held := known_dataset(data_dir) or name) != name:
         raise ValueError(

@@ -570,10 +570,17 @@ ANSWERED: set[tuple[str, str]] = set()  # (scheme, bucket) of every bucket that 
 _last_warning = [-math.inf]  # time of the last warning about a wait
 
 
-def request(path: str, call: Callable[[Bucket, str], T], *, what: str = "") -> T:
+def request(
+    path: str,
+    call: Callable[[Bucket, str], T],
+    *,
+    what: str = "",
+    patience: Patience | None = None,
+) -> T:
     """The result of `call(client, key)` for a path. The call runs in a daemon thread, and the
-    caller waits here. Stop if a stop is requested meanwhile. `what` names the request in
-    messages."""
+    caller waits here. Stop if a stop is requested meanwhile. `what` names the request in messages;
+    `patience` is PATIENCE unless given."""
+    patience = patience or PATIENCE
     scheme, name, key = split(path)
     bucket_name = (scheme, name)
     start = time.monotonic()
@@ -584,8 +591,8 @@ def request(path: str, call: Callable[[Bucket, str], T], *, what: str = "") -> T
         bucket = open_bucket(
             scheme,
             name,
-            PATIENCE.silence_s,
-            PATIENCE.give_up_s if bucket_name in ANSWERED else PATIENCE.first_answer_s,
+            patience.silence_s,
+            patience.give_up_s if bucket_name in ANSWERED else patience.first_answer_s,
         )
         for attempt in range(TRIES):
             try:
@@ -605,7 +612,7 @@ def request(path: str, call: Callable[[Bucket, str], T], *, what: str = "") -> T
         if getattr(threading, "_SHUTTING_DOWN", False):
             raise Stop("the program ends")
         now = time.monotonic()
-        if now - max(start, _last_warning[0]) > PATIENCE.log_every_s:
+        if now - max(start, _last_warning[0]) > patience.log_every_s:
             _last_warning[0] = now  # one warning for all pending requests
             log.warning("%s: still waiting for object storage (%.0f s)", what, now - start)
 

@@ -175,6 +175,19 @@ def test_impossible_values_and_contradictions_are_refused(argv, error):
         parse(*argv)
 
 
+def test_help_shows_the_everyday_flags_and_how_many_others_there_are():
+    parser = add_flags(Parser())
+    everything = parser.format_help()
+    parser.show_first(config.EVERYDAY)
+    shown = parser.format_help()
+    assert set(config.EVERYDAY) <= FIELDS.keys() and len(config.EVERYDAY) <= 32
+    assert flag("depth") in shown and flag("z_loss") not in shown and flag("z_loss") in everything
+    number = sum(f.metadata.get("flag", True) for f in FIELDS.values()) - len(config.EVERYDAY)
+    assert f"{number} further flags: --help-all" in shown
+    with pytest.raises(SystemExit, match="0"):
+        parser.parse_args(["--help-all"])
+
+
 def test_help_lists_the_flags_of_an_order_when_the_order_is_given(capsys):
     for words, is_listed in (["--help"], False), (["--order=megatron", "--help"], True):
         with pytest.raises(SystemExit, match="0"):

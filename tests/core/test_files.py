@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from nanochat.files import DataPath, data_at, find_files
+from nanochat.files import DataPath, data_at, find_files, list_files
 from nanochat.sources import check, scan
 from nanochat.splits import describe_split, files_of, pin_files, split_train_val, stated_splits
 from nanochat.text import Selection
@@ -129,10 +129,7 @@ def test_json_that_is_not_one_object_per_line_is_listed_and_not_read(tmp_path, c
     (folder / "x.json").write_text(content)
     assert names_of(folder) == ["a.parquet", "b.parquet"]
     split_train_val(data_at(folder))
-    assert (
-        "1 file that could be data is not read: x.json (JSON, but not one object per line)"
-        in caplog.text
-    )
+    assert "1 file is not read: x.json (JSON, but not one object per line)" in caplog.text
 
 
 def test_json_that_programs_write_beside_data_is_neither_read_nor_listed(tmp_path, caplog):
@@ -149,7 +146,7 @@ def test_json_that_programs_write_beside_data_is_neither_read_nor_listed(tmp_pat
     assert caplog.text == ""
 
 
-def test_one_line_lists_all_files_that_could_be_data(tmp_path, caplog):
+def test_one_line_lists_all_files_that_are_not_read(tmp_path, caplog):
     folder = write(
         tmp_path,
         "a.parquet",
@@ -159,7 +156,7 @@ def test_one_line_lists_all_files_that_could_be_data(tmp_path, caplog):
         "u.txt.gz",
     )
     pin_files(folder)
-    [line] = [record.message for record in caplog.records if "could be data" in record.message]
+    [line] = [record.message for record in caplog.records if "not read" in record.message]
     for words in (f"{folder}: 7 files", "not read", "0.csv, 1.csv, 2.csv and 4 more"):
         assert words in line
 
@@ -306,9 +303,7 @@ def test_training_and_test_folders_without_validation_stop(tmp_path):
 def test_files_beside_train_and_val_are_listed(tmp_path, caplog):
     write(tmp_path, "train/a.jsonl", "val/a.jsonl", "more.jsonl")
     split_train_val(data_at(tmp_path))
-    assert (
-        "1 file that could be data is not read: more.jsonl (outside train/ and val/)" in caplog.text
-    )
+    assert "1 file is not read: more.jsonl (outside train/ and val/)" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -507,3 +502,11 @@ def test_prefixes_are_named_relative_to_their_common_folder(tmp_path):
     text = f"{tmp_path}/web/a,{tmp_path}/code/b"
     files = tmp_path / "web/a.bin", tmp_path / "code/b.bin"
     assert data_at(text) == DataPath(text, tmp_path, files, are_prefixes=True)
+
+
+def test_a_warning_counts_files_of_kinds_that_nothing_reads(tmp_path):
+    for name in ("a.jsonl", "b.py", "c.md", "README.md", "LICENSE", "run.log"):
+        (tmp_path / name).write_text('{"text": "x"}\n')
+    listing = list_files(data_at(tmp_path))
+    names = {reason: [file.name for file in files] for reason, files in listing.ignored.items()}
+    assert names == {"not a kind of file that is read": ["b.py", "c.md"]}

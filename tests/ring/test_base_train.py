@@ -113,8 +113,14 @@ def test_a_run_writes_its_log_config_and_checkpoints(workplace):
         line for line in outcome.out.splitlines() if line.startswith("step 0000") and "loss" in line
     ]
     assert len(lines) == 4 and "mfu" not in lines[0], "the peak of a CPU is unknown"
-    for word in ("loss", "lr", "grad norm", "ms", "tok/s", "data wait", "eta"):
+    for word in ("loss", "lr", "norm", "ms", "tok/s", "left"):
         assert word in lines[0], word
+    assert all(len(line) <= 100 for line in lines)
+    start = outcome.out[: outcome.out.index("step 00000")].splitlines()
+    assert len(start) <= 20, "a start fits on a screen"
+    assert outcome.out.rstrip().endswith(
+        "next: python -m scripts.sample run, python -m scripts.page run"
+    )
     state = load_checkpoint(final()).trainer_state
     assert state["status"] == "completed" and state["progress"]["tokens"] == 4 * training.STEP
     model, tokenizer, meta = load_model("run", "cpu")

@@ -31,14 +31,14 @@ def test_the_file_map_lists_every_module_and_no_other():
     modules = {
         str(path.relative_to(ROOT))
         for path in (ROOT / "nanochat").rglob("*.py")
-        if path.name != "__init__.py"
+        if not path.stem.endswith("__")
     }
     assert len(modules) > 40 and listed == modules
 
 
 def test_the_map_of_the_package_names_every_module():
     words = set(re.findall(r"\w+", nanochat.__doc__))
-    modules = {path.stem for path in (ROOT / "nanochat").glob("*.py")} - {"__init__"}
+    modules = {path.stem for path in (ROOT / "nanochat").glob("[!_]*.py")}
     assert len(modules) > 40 and modules - words == set()
 
 
@@ -101,10 +101,11 @@ def test_links_to_headings_work():
 
 
 def flags_of(capsys, module, *words):
-    """The flags in `python -m MODULE WORDS --help`."""
+    """The flags in `python -m MODULE WORDS --help`, or --help-all."""
     capsys.readouterr()
+    every = "--help-all" if module == "scripts.base_train" else "--help"
     with pytest.raises(SystemExit, match="0"):
-        importlib.import_module(module).main([*words, "--help"])
+        importlib.import_module(module).main([*words, every])
     return re.findall(r"(?<!\S)\[?(--?[a-z][a-z-]*)", capsys.readouterr().out)
 
 

@@ -1,4 +1,4 @@
-"""Five doors (and object storage): without the part behind one of them, the core still trains."""
+"""Six doors (and object storage): without the part behind one of them, the core still trains."""
 
 import sys
 from functools import partial
@@ -25,6 +25,13 @@ PARTS = {
     ],
     "SINKS, without trackers": ["nanochat.integrations.trackers"],
     "STORAGE, without object storage": ["nanochat.integrations.object_storage"],
+    "STORAGE, without the Hub and the web": [
+        f"nanochat.integrations.{name}" for name in ("hub", "web", "web_client", "range_cache")
+    ],
+    "MIRROR, without mirrors": [
+        "nanochat.mirror",
+        *(f"nanochat.mirror_{name}" for name in ("fetch", "marks", "owner", "store")),
+    ],
     "all integrations": [f"nanochat.integrations.{name}" for name in INTEGRATIONS],
 }
 
@@ -109,6 +116,7 @@ WORDS = {
     "obstore": set(),
     "s3://": {"common"},
     "msc:": set(),
+    "urllib3": set(),
     "sentencepiece": set(),
 }
 

@@ -110,7 +110,7 @@ def test_ci_runs_exactly_the_test_script():
     assert lines == ['exec bash "$(dirname "${BASH_SOURCE[0]}")/../dev/test.sh"']
 
 
-@pytest.mark.parametrize(("profile", "num_commands"), [("gpu", 8), ("cpu", 6)])
+@pytest.mark.parametrize(("profile", "num_commands"), [("gpu", 7), ("cpu", 5)])
 def test_every_module_accepts_its_command_and_all_use_the_same_run_and_folders(
     profile, num_commands, tmp_path
 ):
@@ -124,9 +124,7 @@ def test_every_module_accepts_its_command_and_all_use_the_same_run_and_folders(
     of = {module_of(words): parsed(words) for words in stages}
     train, tokenizer = of["scripts.base_train"], of["scripts.tok_train"]
     assert train.run == "dummy"
-    assert [of[f"scripts.{name}"].run for name in ("base_eval", "sample", "report")] == [
-        train.model_tag
-    ] * 3
+    assert [of[f"scripts.{name}"].run for name in ("base_eval", "report")] == [train.model_tag] * 2
     assert (train.data_path or None) == (str(tokenizer.data_path) if tokenizer.data_path else None)
     assert (train.tokenizer or None) == (
         str(tokenizer.output_dir) if tokenizer.output_dir else None
@@ -226,7 +224,6 @@ def test_the_stages_of_the_cpu_profile_have_a_working_order(tmp_path):
         "scripts.tok_train",
         "scripts.base_train",
         "scripts.base_eval",
-        "scripts.sample",
         "scripts.report",
     ]
 
@@ -291,7 +288,7 @@ def test_a_failed_stage_stops_the_script_and_its_time_is_recorded(tmp_path):
         (
             "true",
             0,
-            ["scripts.base_train", "scripts.base_eval", "scripts.sample", "scripts.report"],
+            ["scripts.base_train", "scripts.base_eval", "scripts.report"],
         ),
         ("echo gone; exit 5", 5, []),
     ],

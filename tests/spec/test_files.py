@@ -119,7 +119,7 @@ def test_a_folder_with_only_files_that_are_not_read_says_why(tmp_path):
     write(tmp_path, "_temporary/a.parquet")
     with pytest.raises(
         FileNotFoundError,
-        match=r"no \.parquet.* file below it \(1 file that could be data is not "
+        match=r"no \.parquet.* file below it \(1 file is not "
         r"read: _temporary/a\.parquet \(a name.*check --data-path",
     ):
         find_files(tmp_path)

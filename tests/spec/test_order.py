@@ -143,3 +143,27 @@ def test_default_lanes_divide_the_rows_and_little_data_gives_at_least_eight_or_o
     R, fed, W, V
 ):
     assert default_lanes(R, fed=fed, world_size=W) == V
+
+
+# ---- what a source may fetch ahead ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("small", [False, True])
+def test_the_groups_ahead_of_a_place_are_those_of_the_units_after_it(small):
+    source = MemorySource(fixed_source().documents, small=small)
+    order = open_order(
+        source, bucket="b", config=stream_config("concat", T=16, V=2, seed=5, unit_size=2)
+    )
+    share = order.share(0, 1)
+    assert len(share) > 8
+    place = share.start
+    while place < share.stop:
+        told = order.groups_ahead(1, place, share.stop, 2)
+        coming = {}
+        at = place
+        while at < share.stop and len(coming) < 2:
+            unit = order.unit(1, at, share.stop)
+            coming.update(dict.fromkeys(unit.groups.tolist()))
+            at += len(unit.rows)
+        assert told == list(coming)
+        place = order.unit_end(1, place, share.stop)

@@ -114,6 +114,15 @@ def test_however_launches_interleave_one_owns_the_run_and_signs_what_it_looked_a
         owner_of(run_dir).release()
 
 
+def test_without_locks_a_launch_that_has_just_signed_keeps_the_run(tmp_path, monkeypatch):
+    """It has not written its state yet. Regression: it counted as dead."""
+    monkeypatch.setattr(run_owner, "_lock", lambda file, kind: None)
+    owner = owner_of(tmp_path)
+    with pytest.raises(ValueError, match="another launch owns this run"):
+        claim(tmp_path)
+    assert owner.lost() == ""
+
+
 @pytest.mark.parametrize("removed", [OWNER_NAME, ""])
 @pytest.mark.parametrize("has_successor", [False, True])
 def test_an_owner_whose_file_was_removed_or_replaced_notices_and_writes_nothing(

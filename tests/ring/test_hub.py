@@ -1,0 +1,478 @@
+"""Data of the Hub and of web servers: the rows of a downloaded copy, pinned by commit, kept on disk,
+and one clear sentence for each failure. The server is on this machine (tests/hub_server.py)."""
+
+import logging
+import math
+import os
+import shutil
+from functools import partial
+from types import SimpleNamespace
+from unittest.mock import ANY
+
+import pytest
+
+from nanochat.common import Stop, as_path, begin_launch, read_json, stops_if
+from nanochat.files import data_at, list_files
+from nanochat.integrations import web, web_client
+from nanochat.parquet_source import ParquetSource
+from nanochat.pins import fingerprint
+from nanochat.sources import check, open_data, scan_files
+from nanochat.splits import pin_files, split_train_val
+from nanochat.tokenizer import get_tokenizer
+from scripts import receipt, tok_shards, tok_train, validate, verify
+from tests import training
+from tests.hub_server import TOKEN, Fault, hub_server
+from tests.toy import write_jsonl
+from tests.training import die_after_step, final, refuse, run_dir, state_of, succeed
+
+SET = "hf://datasets/own/set"
+RUN = {**training.SMALL, "num_iterations": 4, "save_every": 2, "leaves": 2}
+QUICK = web_client.Patience(
+    connect_s=1.0, silence_s=2.0, first_answer_s=0.5, give_up_s=5.0, first_pause_s=0.01
+)
+
+
+@pytest.fixture(scope="module")
+def served():
+    """A Hub, which the environment names."""
+    with hub_server() as hub:
+        hub.page = 3
+        yield hub
+
+
+@pytest.fixture(scope="module")
+def made(served, tmp_path_factory):
+    """The digests and the end of a run from a downloaded copy; and the folder of a run from the
+    Hub that was killed after its step 2."""
+    with training.workplace(tmp_path_factory.mktemp("made")) as folder:
+        succeed(**RUN, model_tag="local")
+        files = {f"data/{path.name}": path.read_bytes() for path in folder.glob("data/*")}
+        commit = served.commit("own/set", files)
+        killed = training.start(**RUN, data_path=SET, hook=partial(die_after_step, 2))
+        killed.wait_for_death()
+        end = state_of(final("local"))
+        digests = training.digests("local")
+        yield SimpleNamespace(
+            files=files, commit=commit, digests=digests, end=end, killed=run_dir()
+        )
+
+
+@pytest.fixture
+def hub(served, made, tmp_path, monkeypatch):
+    """A Hub that has the data of `made`, and a workplace without it."""
+    monkeypatch.setattr(web_client, "PATIENCE", QUICK)
+    for known in (served.commits, served.branches, served.gated, served.moved, served.files):
+        known.clear()
+    served.commit("own/set", made.files)
+    served.faults.clear()
+    served.seen.clear()
+    begin_launch()
+    with training.workplace(tmp_path):
+        shutil.rmtree(tmp_path / "data")
+        yield served
+
+
+def train(path=SET, **changed):
+    """The outcome of a run."""
+    return succeed(**{**RUN, "data_path": path, **changed})
+
+
+def write_copy(made, folder):
+    """Write the files of the data set below a folder."""
+    for name, data in made.files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(data)
+    return folder
+
+
+def names(path, **options):
+    """{split: names of its files}."""
+    split = split_train_val(data_at(path), **options)
+    return {
+        name: [file.name for files in buckets.values() for file in files]
+        for name, buckets in split.items()
+    }
+
+
+def manifest_of(path):
+    """The manifest of all files at a path."""
+    begin_launch()
+    data = data_at(path)
+    return scan_files(data.folder, list_files(data).data)
+
+
+# ---- the same run --------------------------------------------------------------------------------
+
+
+def test_a_run_from_the_hub_has_the_rows_and_weights_of_a_downloaded_copy(hub, made):
+    train()
+    assert training.digests() == made.digests and len(made.digests) == 4
+    assert state_of(final()) == made.end
+
+
+def test_so_has_a_run_of_two_processes(hub, made):
+    training.finish(2, **RUN, data_path=SET)
+    assert training.digests() == made.digests
+    end = state_of(final())
+    assert (end["model"], end["optimizer"]) == (made.end["model"], made.end["optimizer"])
+
+
+def newer(files):
+    """Other files under the same names."""
+    reversed_names = dict(zip(files, reversed(files.values())))
+    return {**reversed_names, "data/shard_9.parquet": files["data/shard_0.parquet"]}
+
+
+@pytest.mark.parametrize("meanwhile", ["nothing", "the cache was deleted", "the branch moved on"])
+def test_a_killed_run_ends_with_the_weights_of_a_downloaded_copy(hub, made, meanwhile):
+    base = run_dir().parents[1]
+    shutil.copytree(made.killed, run_dir())
+    if meanwhile != "the cache was deleted":
+        shutil.copytree(made.killed.parents[1] / "data_cache", base / "data_cache")
+    if meanwhile == "the branch moved on":
+        assert hub.commit("own/set", newer(made.files)) != made.commit
+    train()
+    assert training.digests() == made.digests and state_of(final()) == made.end
+    assert len(training.events("started")) == 2
+
+
+def test_a_run_moves_between_the_hub_and_a_copy(hub, made):
+    shutil.copytree(made.killed, run_dir())
+    train(write_copy(made, run_dir().parents[1] / "copy"))
+    assert training.digests() == made.digests
+
+
+def test_a_second_run_fetches_nothing(hub):
+    train()
+    hub.seen.clear()
+    train(model_tag="again")
+    assert not hub.asked("resolve") and not hub.asked("", "store")
+
+
+# ---- pins ----------------------------------------------------------------------------------------
+
+
+def test_a_run_pins_the_commit_and_the_sha256_of_each_file(hub, made):
+    train(num_iterations=1)
+    manifest = read_json(run_dir() / "data_manifest.json")["train"]["data"]
+    assert manifest["root"] == f"{SET}@{made.commit}"
+    assert {entry["sha256"] for entry in manifest["files"]} <= set(hub.blobs)
+
+
+def test_the_fingerprint_is_that_of_a_copy(hub, made):
+    copy = made.killed.parents[1] / "data"
+    assert fingerprint(manifest_of(f"{SET}/data")) == fingerprint(manifest_of(copy))
+
+
+def test_a_resume_reads_no_file_to_know_that_it_has_not_changed(hub):
+    manifest = manifest_of(SET)
+    shutil.rmtree(run_dir().parents[1] / "data_cache")
+    hub.seen.clear()
+    begin_launch()
+    assert check(manifest, as_path(SET))["files"] == manifest["files"]
+    assert not hub.asked("resolve")
+
+
+def test_a_small_file_that_is_in_git_itself_is_known_by_its_id(hub, made):
+    hub.in_git.update(made.files)
+    manifest = manifest_of(SET)
+    hub.in_git.clear()
+    assert all("sha256" not in entry and len(entry["etag"]) == 40 for entry in manifest["files"])
+
+
+def test_the_listing_has_many_pages_and_is_asked_for_once(hub):
+    train(num_iterations=1)
+    assert len(hub.asked("/tree/")) == 2 and len(hub.asked("/revision/")) == 1
+
+
+# ---- what is fetched ---------------------------------------------------------------------------
+
+
+def open_hub_source():
+    """The training data of the data set, from an empty cache but for its footers, and no request
+    seen."""
+    manifests = pin_files(SET)
+    tokenizer = get_tokenizer(run_dir().parents[1] / "tokenizer")
+    return open_data(manifests, tokenizer).train["data"]
+
+
+def test_an_expected_group_is_fetched_before_it_is_read(hub):
+    source = open_hub_source()
+    hub.seen.clear()
+    source.expect([4, 2])
+    training.wait_for(lambda: len(names_of_columns()) == 2)
+    fetched = len(hub.seen)
+    assert list(source.texts(2)) and list(source.texts(4)) and len(hub.seen) == fetched
+
+
+def names_of_columns():
+    """The ranges on disk that are not footers."""
+    cache = run_dir().parents[1] / "data_cache"
+    return [
+        path for path in cache.iterdir() if not path.name.endswith(("-footer", ".lock", ".tmp"))
+    ]
+
+
+def test_a_feed_says_what_it_will_read(hub, monkeypatch):
+    expected = []
+    monkeypatch.setattr(ParquetSource, "expect", lambda self, groups: expected.extend(groups))
+    train(num_iterations=1)
+    assert expected
+
+
+def test_nothing_is_expected_of_a_source_on_this_machine(hub, made, monkeypatch):
+    monkeypatch.delattr(ParquetSource, "expect")
+    train(made.killed.parents[1] / "data", num_iterations=1)
+
+
+def test_a_tiny_cache_and_small_requests_change_no_row(hub, made, monkeypatch):
+    monkeypatch.setattr(web, "FOOTER_BYTES", 100)
+    monkeypatch.setattr(web, "REQUEST_BYTES", 1000)
+    train(data_cache=1e-6)
+    assert training.digests() == made.digests
+
+
+def test_the_documents_of_a_step_are_found_without_the_data_path(hub, made):
+    shutil.copytree(made.killed, run_dir())
+    assert {row["bucket"] for row in training.read_rows("run", 1)} == {"data"}
+
+
+def test_other_kinds_are_copied_whole_and_prepared(hub, tmp_path):
+    write_jsonl(tmp_path / "copy" / "a.jsonl", training.texts(9, seed=3))
+    hub.commit_folder("own/set", tmp_path / "copy")
+    from_hub = manifest_of(SET)
+    from_copy = manifest_of(tmp_path / "copy")
+    assert from_hub["files"] == [{**from_copy["files"][0], "parquet": ANY}]
+
+
+# ---- what a path names ---------------------------------------------------------------------------
+
+
+def test_names_of_files_state_their_split(hub, made):
+    data = list(made.files.values())
+    files = ["train-0.parquet", "train-1.parquet", "validation-0.parquet", "test-0.parquet"]
+    hub.commit("own/set", {f"data/{name}": content for name, content in zip(files, data)})
+    assert names(SET) == {"train": files[:2], "val": files[2:3]}
+
+
+def test_a_folder_of_a_branch_is_listed_alone(hub, made):
+    data = next(iter(made.files.values()))
+    branch = "refs/convert/parquet"
+    hub.commit("own/set", {"a/1.parquet": data, "a/2.parquet": data, "b/3.parquet": data}, branch)
+    assert names(f"{SET}@{branch}/a") == {"train": ["1.parquet"], "val": ["2.parquet"]}
+    begin_launch()
+    assert names(f"{SET}@~parquet/a")["val"] == ["2.parquet"]
+
+
+def test_a_single_file_can_be_named(hub):
+    path = f"{SET}/data/shard_1.parquet"
+    assert [entry["name"] for entry in manifest_of(path)["files"]] == ["shard_1.parquet"]
+
+
+def web_files(hub, made, kind="files"):
+    """The addresses of the files, on an ordinary web server."""
+    hub.files |= {os.path.basename(name): data for name, data in made.files.items()}
+    return [f"{hub.url}/{kind}/{name}" for name in sorted(hub.files)]
+
+
+@pytest.mark.parametrize("kind", ["files", "moved"])
+def test_addresses_of_files_give_the_same_rows(hub, made, kind):
+    train(",".join(web_files(hub, made, kind)))
+    assert training.digests() == made.digests
+
+
+def test_a_text_file_may_list_addresses(hub, made, tmp_path):
+    listed = tmp_path / "urls.txt"
+    listed.write_text("# a comment\n" + "\n".join(web_files(hub, made)))
+    train(listed)
+    assert training.digests() == made.digests
+
+
+@pytest.mark.parametrize(
+    "line, words",
+    [
+        ("https://host/a.csv", "line 2: https://host/a.csv is not the address of a"),
+        ("https://u:hidden@host/a.parquet", "credentials do not belong"),
+    ],
+)
+def test_a_line_that_is_no_address_of_text_is_named(hub, tmp_path, line, words):
+    listed = tmp_path / "urls.txt"
+    listed.write_text(f"https://host/b.parquet\n{line}\n")
+    with pytest.raises(ValueError, match=words) as e:
+        data_at(listed)
+    assert "hidden" not in str(e.value)
+
+
+def test_a_text_that_begins_with_an_address_is_a_text(hub, tmp_path):
+    text = tmp_path / "notes.txt"
+    text.write_text("https://host/a.parquet\nis where the data was.\n")
+    assert data_at(text).files == (text,)
+
+
+def test_a_file_of_a_web_server_that_has_changed_is_named(hub, made):
+    addresses = web_files(hub, made)
+    train(",".join(addresses), num_iterations=2)
+    shutil.rmtree(run_dir().parents[1] / "data_cache")
+    hub.files["shard_1.parquet"] = hub.files["shard_2.parquet"]
+    error = refuse(**{**RUN, "data_path": ",".join(addresses)})
+    assert "shard_1.parquet: it has changed since this run began" in error
+
+
+# ---- other commands ------------------------------------------------------------------------------
+
+
+def test_validate_reads_the_hub(hub, capsys):
+    flags = training.flags(**RUN, data_path=SET)
+    assert validate.main(flags) == 0
+    assert "shard_3.parquet" in capsys.readouterr().out
+
+
+def test_tok_train_and_tok_shards_read_the_hub(hub, tmp_path):
+    tokenizer = tmp_path / "own"
+    assert not tok_train.main(
+        [f"--data-path={SET}", f"--output-dir={tokenizer}", "--vocab-size=300"]
+    )
+    flags = [f"--input-dir={SET}", f"--output-dir={tmp_path / 'out'}", f"--tokenizer={tokenizer}"]
+    assert tok_shards.main([*flags, "--num-workers=1", "--max-length=0"]) == 0
+    assert len(list(tmp_path.glob("out/**/*.bin"))) == 4
+
+
+def write_receipt(killed):
+    """A receipt of the killed run, written without reading a file."""
+    shutil.copytree(killed, run_dir())
+    path = run_dir().parents[1] / "receipt.json"
+    assert not receipt.main([str(run_dir()), f"--out={path}"])
+    return path
+
+
+def test_a_receipt_of_a_run_from_the_hub_hashes_nothing_and_holds_for_a_copy(hub, made, capsys):
+    hub.seen.clear()
+    path = write_receipt(made.killed)
+    assert "sha256:" in path.read_text()
+    copy = write_copy(made, run_dir().parents[1] / "copy")
+    assert verify.main([str(path), f"--data-path={copy}", "--steps=1"]) == 0
+    (copy / "data/shard_0.parquet").write_bytes(made.files["data/shard_1.parquet"])
+    assert verify.main([str(path), f"--data-path={copy}", "--steps=1"]) == 1
+    assert not hub.asked("resolve"), capsys.readouterr()
+
+
+# ---- failures ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        Fault(name="resolve", status=429, headers={"Retry-After": "0"}, times=3),
+        Fault(name="signature", status=503, times=3),
+        Fault(name="signature", cut=10, times=3),
+        Fault(name="tree", status=500, times=2),
+    ],
+    ids=["busy", "down", "truncated", "listing"],
+)
+def test_a_temporary_failure_changes_nothing(hub, fault):
+    wanted = manifest_of(SET)
+    shutil.rmtree(run_dir().parents[1] / "data_cache")
+    hub.faults.append(fault)
+    assert manifest_of(SET) == wanted and fault.times == 0
+
+
+@pytest.mark.parametrize("header", [{"Retry-After": "3"}, {"RateLimit": '"api";r=0;t=3'}])
+def test_a_busy_server_is_asked_again_when_it_says(hub, monkeypatch, caplog, header):
+    pauses = []
+    monkeypatch.setattr(web_client, "pause", pauses.append)
+    monkeypatch.setattr(web_client, "_last_warning", [-math.inf])
+    hub.faults.append(Fault(name="revision", status=429, headers=header))
+    manifest_of(SET)
+    assert pauses == [3] and "(HTTP 429); next attempt in 3 s" in caplog.text
+
+
+def test_a_stop_ends_a_wait(hub):
+    hub.faults.append(Fault(status=429, headers={"Retry-After": "4"}, times=9))
+    with stops_if(lambda: "SIGTERM"), pytest.raises(Stop, match="SIGTERM"):
+        manifest_of(SET)
+
+
+@pytest.mark.parametrize(
+    "path, words",
+    [
+        ("hf://datasets/own/none", "no such data set, or a private one that HF_TOKEN"),
+        ("hf://datasets/own/gated", "the data set's owner asks readers to accept terms first"),
+        ("hf://datasets/own/old", "has moved; name it hf://datasets/own/set"),
+        ("hf://datasets/own/pictures", "no .parquet"),
+        (f"{SET}@nobranch", "the data set has no revision nobranch"),
+        (f"{SET}@{'0' * 40}", f"the data set has no revision {'0' * 40}"),
+        (f"{SET}/nofolder", "no such data folder"),
+        ("hf://datasets/own", "expected hf://datasets/OWNER/NAME"),
+        ("hf://models/own/set", "expected hf://datasets/OWNER/NAME"),
+        ("{}/files/none.parquet,{}/files/more.parquet", "none.parquet: no such file"),
+        ("{}/files/a.parquet,{}/files/a.parquet", "a.parquet: --data-path lists it twice"),
+        ("{}/whole/a.parquet,{}/whole/b.parquet", "does not send ranges of files"),
+    ],
+)
+def test_bad_input_is_one_sentence(hub, made, path, words):
+    hub.moved["own/old"] = "own/set"
+    hub.commit("own/pictures", {"a.png": b"PNG"})
+    hub.commit("own/gated", made.files)
+    hub.gated.add("own/gated")
+    hub.files |= dict.fromkeys(["a.parquet", "b.parquet"], made.files["data/shard_0.parquet"])
+    error = refuse(**{**RUN, "data_path": path.replace("{}", hub.url)})
+    assert words in error and "\n" not in error and "truncated" not in error
+
+
+def test_a_pinned_revision_that_vanished_is_one_sentence(hub, made):
+    shutil.copytree(made.killed, run_dir())
+    hub.commit("own/set", newer(made.files))
+    hub.commits.pop(("own/set", made.commit))
+    error = refuse(**RUN, data_path=SET)
+    assert f"the data set has no revision {made.commit} (any more" in error and "\n" not in error
+
+
+def test_a_server_that_does_not_answer_is_one_sentence(hub, monkeypatch):
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    begin_launch()
+    assert "nothing from 127.0.0.1:9" in refuse(**RUN, data_path=SET)
+
+
+def test_a_redirect_to_a_server_that_does_not_answer_names_that_one(hub, monkeypatch):
+    manifest_of(SET)
+    shutil.rmtree(run_dir().parents[1] / "data_cache")
+    monkeypatch.setattr(hub, "store_url", "http://127.0.0.1:9")
+    with pytest.raises(OSError, match=r"shard_\d.parquet: nothing from 127.0.0.1:9"):
+        manifest_of(SET)
+
+
+def test_an_address_at_which_a_redirect_ended_is_forgotten_when_it_refuses(hub, made, monkeypatch):
+    path = as_path(f"{SET}/data/shard_0.parquet")
+    path.read(0, 4)
+    monkeypatch.setattr(
+        web_client,
+        "moved",
+        {known: ("http://127.0.0.1:9/", when) for known, (_, when) in web_client.moved.items()},
+    )
+    assert web_client.moved and path.read(0, 8) == made.files["data/shard_0.parquet"][:8]
+
+
+# ---- the token -----------------------------------------------------------------------------------
+
+
+def test_a_token_opens_a_gated_data_set_and_goes_to_no_other_server(hub, monkeypatch, caplog):
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    hub.gated.add("own/set")
+    with caplog.at_level(logging.DEBUG):
+        outcome = train(num_iterations=1)
+    assert {request.authorization for request in hub.asked("", "store")} == {""}
+    assert {request.authorization for request in hub.asked("", "hub")} == {f"Bearer {TOKEN}"}
+    assert TOKEN not in outcome.out + outcome.err + caplog.text
+
+
+def test_no_token_and_no_signed_address_is_shown(hub, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    hub.faults.append(Fault(name="signature", status=403, times=99))
+    error = refuse(**RUN, data_path=SET)
+    assert TOKEN not in error and "hidden" not in error and "access denied" in error
+
+
+@pytest.mark.parametrize("path", ["https://u:hidden@host/a.parquet", "https://h/a.parquet?hidden"])
+def test_an_address_with_a_secret_is_refused_and_not_shown(hub, path):
+    error = refuse(**RUN, data_path=path)
+    assert "credentials do not belong" in error and "hidden" not in error

@@ -277,9 +277,12 @@ def fetch_footers(paths: Sequence[AnyPath]) -> None:
         pass
 
 
-def open_parquet(path: AnyPath | str, field: str = TEXT_FIELD) -> pq.ParquetFile:
+def open_parquet(
+    path: AnyPath | str, field: str = TEXT_FIELD, metadata: pq.FileMetaData | None = None
+) -> pq.ParquetFile:
     """Open a parquet file and check that it has rows and a string column `field`; otherwise
-    ValueError or FileNotFoundError names the file. The caller closes it."""
+    ValueError or FileNotFoundError names the file. The caller closes it. `metadata`: its footer, if
+    it is known; parsing it takes time for each row group."""
     path = as_path(path)
     if not path.exists():
         remedy = "restore it, or start a new run (--model-tag)"
@@ -287,11 +290,13 @@ def open_parquet(path: AnyPath | str, field: str = TEXT_FIELD) -> pq.ParquetFile
             remedy = "the next launch prepares it again"
         raise FileNotFoundError(f"{path}: the file is gone; {remedy}")
     with named_in_errors(path, "truncated or not a parquet file"):
+        if metadata is None:
+            metadata = kept_metadata(path)
         # pre_buffer would hold the pages of a whole row group in memory, although a reader needs
         # one batch at a time
         file = pq.ParquetFile(
             for_arrow(path),
-            metadata=kept_metadata(path),
+            metadata=metadata,
             pre_buffer=False,
             page_checksum_verification=True,
         )

@@ -81,6 +81,11 @@ def test_default_leaves_is_the_next_power_of_two_but_at_most_the_lanes(W, V, K):
 # ---- ends and errors -----------------------------------------------------------------------------
 
 
+def test_the_leaves_of_a_layout_are_listed_once_however_many_micro_batches_ask_for_one():
+    layout = StepLayout(8, 8, 1, num_leaves=8)
+    assert layout.leaves is layout.leaves and layout.rows_of(3, 0) == range(3, 4)
+
+
 def test_closing_in_the_middle_of_a_step_only_finishes_reads_in_progress(monkeypatch):
     config = StreamConfig(T=64, V=16, buffer_size=64, unit_size=2)
     before = set(threading.enumerate())

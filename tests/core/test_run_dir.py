@@ -244,3 +244,16 @@ def test_opening_a_run_removes_only_leftovers_of_crashes(tmp_path):
         (tmp_path / name).write_text("half")
     rd.open_folders(tmp_path)
     assert tree(tmp_path) == before
+
+
+def test_the_newest_events_are_found_without_parsing_the_lines_of_steps(tmp_path):
+    (tmp_path / "logs").mkdir()
+    with closing(rd.TrainLog(tmp_path / "logs" / "train.jsonl")) as log:
+        log.write(event="saved", step=1)
+        for step in range(5):
+            log.write(step=step, digest="0")
+        log.write(event="saved", step=4)
+    with mock.patch.object(rd, "parse_json", wraps=rd.parse_json) as parse:
+        assert rd.newest_events(tmp_path, 3)["saved"]["step"] == 1
+        assert rd.newest_events(tmp_path, 9)["saved"]["step"] == 4
+    assert parse.call_count == 4

@@ -148,6 +148,21 @@ def test_a_group_of_a_large_bucket_is_decoded_once_if_reads_say_what_to_keep(
     )
 
 
+def test_the_footer_of_a_file_is_parsed_once_for_all_its_groups(tmp_path, monkeypatch):
+    path = write_parquet(tmp_path / "a.parquet", some_texts(20), 1)
+    source = open_source(path.parent)
+    parsed = []
+    real = pq.ParquetFile
+
+    def spy(path, *, metadata=None, **more):
+        parsed.append(metadata is None)
+        return real(path, metadata=metadata, **more)
+
+    monkeypatch.setattr(pq, "ParquetFile", spy)
+    assert all_texts(source) == [[text] for text in some_texts(20)]
+    assert len(parsed) > 20 and sum(parsed) == 1
+
+
 def test_a_small_bucket_is_decoded_once_in_any_order_of_reads(folder, decoded):
     source = open_source(folder)
     order = [(g, row) for g, group in enumerate(EXPECTED) for row in range(len(group))] * 3

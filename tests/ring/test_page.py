@@ -285,6 +285,12 @@ def test_hostile_texts_stay_texts(runs, tmp_path):
     assert EVIL in data["buckets"] and ours.count("<img") == 0 and ours.count("</script>") == 2
 
 
+def test_the_page_of_a_run_of_any_length_is_smaller_than_5_mb(runs, tmp_path):
+    text, data = write(runs[:1], tmp_path / "page.html")
+    without_data = len(text) - len(json.dumps(data))
+    assert 1_000_000 < without_data < 5_000_000 - 2 * page.ROOM
+
+
 def test_a_long_log_is_thinned_and_keeps_its_spikes(tmp_path, monkeypatch):
     monkeypatch.setattr(page, "ROOM", 100_000)
     text, data = write([make_run(tmp_path / "long", num=2_000)], tmp_path / "page.html")
@@ -325,14 +331,14 @@ def test_a_run_without_steps_has_a_page_and_missing_plotly_is_named(tmp_path, mo
     assert "pip install -e '.[page]'" in command(page.main, tmp_path / "new").err
 
 
-PROBE = """<script>addEventListener("load", () => setTimeout(() => {
+PROBE = """<script>addEventListener("load", () => drawn.then(() => {
   const plots = [...document.querySelectorAll(".plot")].map(div => [div.id, div.data.map(trace => trace.y.length)]);
   const result = document.createElement("pre"); result.id = "result";
   result.textContent = JSON.stringify({ plots, requests: performance.getEntriesByType("resource").map(e => e.name),
     images: document.images.length, wide: document.documentElement.scrollWidth, inner: innerWidth,
     digest: document.getElementById("digest-1").textContent });
   document.body.append(result);
-}, 0))</script>"""
+}))</script>"""
 
 
 def test_a_browser_shows_it_without_an_error_or_a_request(runs, tmp_path):

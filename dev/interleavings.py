@@ -9,7 +9,7 @@ Every interleaving of launches that want the same run: at most one owns it.
              line, refreshes its state and looks for a request to stop; then it releases the run
     laws     of all launches that have signed, at most one owns the run at any time
              a refused launch leaves nothing behind
-             a launch that has signed keeps the run, unless somebody removes or moves it
+             a launch that has signed keeps the run, unless somebody removes it, moves it or sets it aside
              a request to stop ends at most one launch
              the first launch, if it is not interrupted, does what it was asked to do
              no launch waits forever, and in the end the run can be claimed
@@ -139,6 +139,7 @@ class World:
             if self.has_locks or schedule.is_simple or self.signed <= 1:
                 assert outcomes.count("stopped") <= 1, "one request stopped two launches"
                 is_touched = {remove, move, mirrored} & {*map(base_of, scenario.actors)}
+                is_touched |= {SETS_ASIDE} & {*scenario.actors}
                 assert is_touched or "lost" not in outcomes, "a launch lost its run to another"
             assert len(self.replaced) == len(set(self.replaced)), "two launches own the mirror"
             if schedule.number == 0:
@@ -275,6 +276,9 @@ def launch_with_leftover(world: World) -> str:
     return launch(world)
 
 
+SETS_ASIDE = ends("aside")
+
+
 class Scenario(NamedTuple):
     """Actors that want one run. `first`: what becomes of the first one if it is not interrupted."""
 
@@ -290,7 +294,7 @@ SCENARIOS = {
     "both withdraw": Scenario((ends("refused"), ends("refused")), "refused"),
     "killed": Scenario((ends("killed"), launch), "killed"),
     "suspended": Scenario((ends("suspended"), launch)),
-    "aside": Scenario((ends("aside"), launch)),
+    "aside": Scenario((SETS_ASIDE, launch)),
     "leftover": Scenario((launch_with_leftover,)),
     "stop": Scenario((launch, stop, launch)),
     "removed": Scenario((launch, remove, launch)),

@@ -393,7 +393,7 @@ def make_folder(path: Path) -> list[Path]:
         try:
             path.mkdir(parents=True, exist_ok=True)
             break
-        except FileExistsError:  # no folder, or another process is removing it
+        except (FileExistsError, FileNotFoundError):  # perhaps another process is removing it
             if not tries_left:
                 raise
     for folder in missing:

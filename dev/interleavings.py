@@ -323,12 +323,6 @@ def _make_once(path: Path) -> list[Path]:
     return missing
 
 
-def _free_by_state(run_dir: Path) -> tuple[bytes, bool]:
-    """`last_owner` without locks that does not ask for the process of the record."""
-    with mock.patch.object(run_owner, "_has_just_signed", lambda record, state: False):
-        return really_last_owner(run_dir)
-
-
 def _look_and_keep(self: run_stop.StopWatch, run_dir: Path, *, has_stopped: bool = False) -> None:
     """`StopWatch.look_for_request` that leaves a request that it has honoured."""
     really_look(self, run_dir)
@@ -341,7 +335,6 @@ def _aside_without_owner(self: Owner) -> None:
     (self.run_dir / run_owner.OWNER_NAME).write_bytes(self._record)
 
 
-really_last_owner = run_owner.last_owner
 really_look = run_stop.StopWatch.look_for_request
 
 # {mistake: (what is replaced, the mistake, the scenario that notices it)}
@@ -351,8 +344,8 @@ MISTAKES: dict[str, tuple[str, Any, str]] = {
     "leaves what it made": ("nanochat.run_owner.Owner.release", _release_and_keep, "both withdraw"),
     "makes the folder once": ("nanochat.run_owner.make_folder", _make_once, "withdraws"),
     "one that has just signed counts as dead": (
-        "nanochat.run_owner.last_owner",
-        _free_by_state,
+        "nanochat.run_owner._has_just_signed",
+        lambda record, state: False,
         "no locks",
     ),
     "a dead one counts as alive": (

@@ -53,6 +53,7 @@ element, and gradients have no bounded exponent).
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -246,6 +247,7 @@ def reduce_over_nodes(ranks_per_node: int) -> Reduce:
 SMALL_ELEMENTS = 1 << 16  # AdamW tensors below this are never cut
 GRAINS = 64  # number of grains of a tensor that may be cut
 ALIGNED = 64  # elements: the size of a grain is a multiple of this
+MOST_STACKED = 8  # matrices that are updated in one call
 
 
 @dataclass(frozen=True)
@@ -399,3 +401,42 @@ def lay_out(params: Sequence[Part], world_size: int) -> list[Message]:
                 load[owner] += part.stop
             messages.append(Message(deal, deck[first].stop))
     return sorted(messages, key=lambda message: -message.chunk)
+
+
+def stack_size(num_matrices: int, num_leaves: int) -> int:
+    """How many matrices of a deck one call updates: the largest divisor of num_matrices / K.
+
+    At most `MOST_STACKED`; 1 if K does not divide num_matrices. Batched products of another number
+    of matrices may round differently, so the number must not depend on W. If W divides K, each rank
+    owns K / W times num_matrices / K matrices: a whole number of stacks.
+    """
+    share, rest = divmod(num_matrices, num_leaves)
+    if rest:
+        return 1
+    return max(size for size in range(1, MOST_STACKED + 1) if share % size == 0)
+
+
+def in_stacks(messages: Sequence[Message], num_leaves: int) -> list[slice]:
+    """Cut `lay_out`'s messages into those whose parts are updated in one call.
+
+    These are `stack_size` messages in which each rank owns a matrix of one deck, or one message: of
+    AdamW or, if W does not divide K, of the rest of a deck.
+    """
+
+    def alike(message: Message) -> tuple[Any, ...]:
+        first = message.first
+        return id(first.group), first.param.shape, first.param.dtype
+
+    stacks = []
+    at = 0
+    for _, deck in groupby(messages, alike):
+        dealt = [len(message.parts) - message.parts.count(None) for message in deck]
+        size = 1
+        if messages[at].first.group["kind"] == "muon":
+            size = stack_size(sum(dealt), num_leaves)
+        # in the last message, some ranks may own nothing
+        stacked = sum(dealt) // len(messages[at].parts) // size
+        for length in [size] * stacked + [1] * (len(dealt) - size * stacked):
+            stacks.append(slice(at, at + length))
+            at += length
+    return stacks

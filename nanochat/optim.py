@@ -56,7 +56,7 @@ from torch import Tensor
 
 from nanochat.common import differences
 from nanochat.dist import broadcast, on_rank0, wide_dtype
-from nanochat.reduce import Message, Part, Reduce, in_stacks, lay_out, reduce_over_nodes
+from nanochat.reduce import Message, Part, Reduce, lay_out, reduce_over_nodes
 
 # ---- the arithmetic ------------------------------------------------------------------------------
 
@@ -241,11 +241,11 @@ def adamw_update(
 
 # ---- the optimizer -------------------------------------------------------------------------------
 
-# Compiled (on CUDA), each matrix shape is one graph (another one for matrices outside stacks, if W
-# does not divide K), and all AdamW groups share three graphs
-# (float32, bfloat16, a single element; ranks above 0 need a fourth), because values that differ
-# between groups are passed as 0-dim tensors. Whatever AdamW needs beyond arithmetic and square
-# roots is computed outside the graphs, once per group. AdamW's graphs round like eager code
+# Compiled (on CUDA), each matrix shape is one graph (two if W does not divide K: of a stack and of a
+# single matrix), and all AdamW groups share three graphs (float32, bfloat16, a single element;
+# ranks above 0 need a fourth), because values that differ between groups are passed as 0-dim
+# tensors. Whatever AdamW needs beyond arithmetic and square roots is computed outside the graphs,
+# once per group. AdamW's graphs round like eager code
 # (`EAGER_ROUNDING`); otherwise Triton on CUDA would contract a product and a sum into one FMA,
 # divide approximately and flush denormals. So compiled AdamW has the same bits as eager AdamW,
 # except for the last bit of square roots on a CPU, which eager code takes from MKL. Compiled Muon
@@ -356,12 +356,10 @@ class MuonAdamW(torch.optim.Optimizer):
                 adamw_update, dynamic=True, fullgraph=True, options=EAGER_ROUNDING
             )
 
-        # the messages, which of them are updated together, this rank's part of each, and their state
-        self._messages = lay_out(self._params, self._world_size)
+        # the messages, this rank's part of each, and their state
+        num_leaves = (num_leaves or self._world_size) if compiled else None
+        self._messages = lay_out(self._params, self._world_size, num_leaves=num_leaves)
         self._mine = [message.parts[self._rank] for message in self._messages]
-        self._stacks = [slice(i, i + 1) for i in range(len(self._messages))]
-        if compiled:
-            self._stacks = in_stacks(self._messages, num_leaves or self._world_size)
         self._steps = torch.zeros((), device=self._device)  # live steps, counted on the device
         for part in filter(None, self._mine):
             shapes = state_shapes(part)
@@ -446,7 +444,11 @@ class MuonAdamW(torch.optim.Optimizer):
         # launch the all-gather of each message as soon as its part is updated
         gathers = []
         pieces = list(zip(self._messages, self._mine, chunks))
-        stacks = [pieces[stack] for stack in self._stacks]
+        stacks = []
+        while pieces:
+            size = pieces[0][0].stack
+            stacks.append(pieces[:size])
+            del pieces[:size]
         update = partial(self._update_stack, scalars)
         with one_thread_each(torch.get_num_threads() if self._eager_on_cpu else 1) as map_updates:
             updated = chain.from_iterable(map_updates(update, stacks))
@@ -493,10 +495,9 @@ class MuonAdamW(torch.optim.Optimizer):
         scalars: dict[int, dict[str, Any]],
         stack: list[tuple[Message, Part | None, Tensor]],
     ) -> list[Tensor]:
-        """Update this rank's parts of a stack of messages; `scalars` are those of each group, by
-        its id.
+        """Update this rank's parts of messages; `scalars` are those of each group, by its id.
 
-        Returns each message's parameters, in which only that part is up to date.
+        Returns the messages of parameters, in which only these parts are up to date.
         """
         packed = []
         mine = []

@@ -15,7 +15,6 @@ from nanochat.reduce import (
     LeafAccumulator,
     Part,
     add_in_tree_order,
-    in_stacks,
     lay_out,
     reduce_over_nodes,
     stack_size,
@@ -219,12 +218,13 @@ def test_the_sizes_of_stacks_depend_on_the_leaves_and_not_on_the_number_of_proce
             params.append(Part(f"{deck}.{i}", matrix, group, 0, 24))
     for i in range(small):
         params.append(Part(f"small.{i}", torch.empty(24), {"kind": "adamw"}, 0, 24))
-    messages = lay_out(params, W)
-    stacks = [messages[stack] for stack in in_stacks(messages, K)]
+    messages = lay_out(params, W, num_leaves=K)
 
-    assert [message for stack in stacks for message in stack] == messages
     sizes = {}
-    for stack in stacks:
+    while messages:
+        stack = messages[: messages[0].stack]
+        del messages[: len(stack)]
+        assert {message.stack for message in stack} == {len(stack)}
         names = [part.name for message in stack for part in message.parts if part]
         of_decks = {name.partition(".")[0] for name in names}
         assert len(of_decks) == 1

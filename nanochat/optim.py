@@ -241,16 +241,16 @@ def adamw_update(
 
 # ---- the optimizer -------------------------------------------------------------------------------
 
-# Compiled (on CUDA), each matrix shape is one graph (two if W does not divide K: of a stack and of a
-# single matrix), and all AdamW groups share three graphs (float32, bfloat16, a single element;
+# Compiled (on CUDA), each matrix shape is one graph (two if W does not divide K: of a stack and of
+# a single matrix), and all AdamW groups share three graphs (float32, bfloat16, a single element;
 # ranks above 0 need a fourth), because values that differ between groups are passed as 0-dim
 # tensors. Whatever AdamW needs beyond arithmetic and square roots is computed outside the graphs,
-# once per group. AdamW's graphs round like eager code
-# (`EAGER_ROUNDING`); otherwise Triton on CUDA would contract a product and a sum into one FMA,
-# divide approximately and flush denormals. So compiled AdamW has the same bits as eager AdamW,
-# except for the last bit of square roots on a CPU, which eager code takes from MKL. Compiled Muon
-# differs from eager Muon: its norms and means sum in a different order, and on CUDA it uses FMAs.
-# No promise about W depends on this, because every rank compiles the same code.
+# once per group. AdamW's graphs round like eager code (`EAGER_ROUNDING`); otherwise Triton on CUDA
+# would contract a product and a sum into one FMA, divide approximately and flush denormals. So
+# compiled AdamW has the same bits as eager AdamW, except for the last bit of square roots on a CPU,
+# which eager code takes from MKL. Compiled Muon differs from eager Muon: its norms and means sum in
+# a different order, and on CUDA it uses FMAs. No promise about W depends on this, because every
+# rank compiles the same code.
 #
 # Inductor's options for the rounding of eager code: no FMA, IEEE division, no flushed denormals.
 # AdamW is bound by memory bandwidth, so this costs next to nothing.

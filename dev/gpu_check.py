@@ -47,6 +47,7 @@ from nanochat.common import table
 from nanochat.config import Settings
 from nanochat.dist import compute_init, get_compute_dtype, versions
 from nanochat.gpt import GPT, GPTConfig
+from nanochat.optim import MuonAdamW
 from nanochat.run_dir import read_config
 from nanochat.run_settings import device_memory, estimate_memory
 from nanochat.tokenizer import RustBPETokenizer
@@ -63,6 +64,7 @@ LIMITS = {  # a figure without a limit is only reported
     "Muon: update of a matrix, relative error": "<= 0.03",
     "Muon: update of a gate, relative error": "<= 0.1",
     "AdamW: update, relative error": "<= 1e-4",
+    "optimizer: parameters whose bits depend on their order": "<= 0",
     "d12 SSSL: MFU, %": ">= 38",
     "d24 SSSL: MFU, %": ">= 43",
     "d24: cost of determinism, %": "<= 6",
@@ -269,6 +271,28 @@ def optimizer_errors(bench: Bench) -> Iterator[Figure]:
                 errors[what] = max(errors.get(what, 0.0), error)
         for what, error in errors.items():
             yield f"{what}, relative error", dtype, error
+    yield from order_of_parameters(bench)
+
+
+def order_of_parameters(bench: Bench) -> Iterator[Figure]:
+    """Take a step with the parameters of each group in order and reversed.
+
+    The number of processes decides a matrix's place in its stack, so the place must not matter.
+    """
+    results = []
+    for order in (1, -1):
+        model = bench.model()
+        for i, p in enumerate(model.parameters()):
+            p.grad = bench.randn(*p.shape, seed=i).to(p)
+        groups = model.param_groups()
+        for group in groups:
+            for key in ("names", "params"):
+                group[key] = group[key][::order]
+        MuonAdamW(groups, polar_dtype=model.compute_dtype).step()
+        results.append(model.state_dict())
+    straight, reverse = results
+    num = sum(not torch.equal(reverse[name], value) for name, value in straight.items())
+    yield "optimizer: parameters whose bits depend on their order", "auto", num
 
 
 def child_environment(bench: Bench) -> dict[str, str]:

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from dev import gpu_check
+from nanochat import optim
 from nanochat.cli import Parser
 from tests import training
 
@@ -99,6 +100,28 @@ def test_children_get_no_variable_that_was_set_for_this_process(tmp_path, monkey
     )
     monkeypatch.setenv("OURS", "1")
     assert gpu_check.child_environment(bench).keys() & {"OURS", "OF_THE_USER"} == {"OF_THE_USER"}
+
+
+def test_matrices_whose_bits_depend_on_their_order_are_counted(tmp_path, monkeypatch):
+    bench = gpu_check.Bench(torch.device("cpu"), gpu_check.TINY, tmp_path, tmp_path)
+    update = optim.muon_update
+    first = []
+
+    def favour_the_first(param, *args, **kwargs):
+        update(param, *args, **kwargs)
+        if not first:
+            param[0, 0] += 1
+        first.append(param)
+
+    def differing():
+        first.clear()
+        [(_, _, num)] = gpu_check.order_of_parameters(bench)
+        return num
+
+    assert differing() == 0
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)  # updates in order
+    monkeypatch.setattr(optim, "muon_update", favour_the_first)
+    assert differing() == 1
 
 
 @pytest.mark.parametrize(

@@ -102,12 +102,12 @@ def test_children_get_no_variable_that_was_set_for_this_process(tmp_path, monkey
     assert gpu_check.child_environment(bench).keys() & {"OURS", "OF_THE_USER"} == {"OF_THE_USER"}
 
 
-def test_matrices_whose_bits_depend_on_their_order_are_counted(tmp_path, monkeypatch):
+def test_a_parameter_whose_bits_depend_on_the_order_is_counted(tmp_path, monkeypatch):
     bench = gpu_check.Bench(torch.device("cpu"), gpu_check.TINY, tmp_path, tmp_path)
     update = optim.muon_update
     first = []
 
-    def favour_the_first(param, *args, **kwargs):
+    def disturb_one(param, *args, **kwargs):
         update(param, *args, **kwargs)
         if not first:
             param[0, 0] += 1
@@ -120,7 +120,7 @@ def test_matrices_whose_bits_depend_on_their_order_are_counted(tmp_path, monkeyp
 
     assert differing() == 0
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)  # updates in order
-    monkeypatch.setattr(optim, "muon_update", favour_the_first)
+    monkeypatch.setattr(optim, "muon_update", disturb_one)
     assert differing() == 1
 
 

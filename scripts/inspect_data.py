@@ -10,6 +10,7 @@ no GPU.
     python -m scripts.inspect_data ledger mine                          # where every token went
     python -m scripts.inspect_data rows --config=runs/laptop.yaml --data-path=mytext --step=0      # before a run
     python -m scripts.inspect_data rows mine.json --step=17 --data-path=mytext      # a receipt (scripts.receipt)
+    python -m scripts.inspect_data rows mine --step=17 --data-path=/elsewhere       # a run whose data was moved
 
 Steps are optimizer steps, counted from 0. To show a step, the command restores the nearest saved
 cursors before it and packs the steps in between again, so any step of a long run takes seconds:
@@ -86,6 +87,9 @@ n: words of an n-gram; in the data: items that share one with a training documen
 one of; numbers count from 0, lines from 1"""
 JUDGED = ("loss", "grad_norm")  # the numbers of a step in which spikes are looked for
 WORDS = 60  # characters shown from the beginning of a document
+PLACES = ("data_path", "val_path")  # the settings that a run may also get here
+MovedTo = tuple[str | None, str | None]  # the values of PLACES; None: where the run read it
+NOT_MOVED: MovedTo = (None, None)
 
 
 # ---- a stream that can be entered at any step ---------------------------------------------------
@@ -102,6 +106,7 @@ class Opened:
     rows_per_step: int
     begin: list[Cursor] | None = None
     first_step: int = 0  # of the run; a fork has those before it in its parent
+    moved_to: MovedTo = NOT_MOVED
 
     @property
     def rows_per_lane(self) -> int:
@@ -168,21 +173,20 @@ def check_needs_no_run(args: argparse.Namespace, is_receipt: bool) -> None:
 def open_named_stream(args: argparse.Namespace) -> Opened:
     """The stream that the command line names. ValueError or FileNotFoundError if it names none."""
     settings = from_flags(args)
+    given = [name for name in settings.differing() if name != "run"]
     receipt = Path(args.run or "")
     is_receipt = receipt.suffix == ".json" and receipt.is_file()
-    given = [flag(name) for name in settings.differing() if name != "run"]
-    only_flags = given and args.run is None
-    if is_receipt or only_flags:
-        check_needs_no_run(args, is_receipt)
+    is_run = not is_receipt and (args.run is not None or not given)
+    if is_run:
+        if not {*given} <= {*PLACES}:
+            raise ValueError(
+                f"{args.run} and {', '.join(map(flag, given))}: a run has its own settings; pass a run or "
+                f"flags, not both (only --data-path and --val-path, for a run whose data was moved)"
+            )
+        return open_stream_of(find_run(args.run), (settings.data_path, settings.val_path))
+    check_needs_no_run(args, is_receipt)
     if is_receipt:
         return open_stream_of_receipt(receipt, settings, args)
-    if not given:
-        return open_stream_of(find_run(args.run))
-    if args.run is not None:
-        raise ValueError(
-            f"{args.run} and {', '.join(given)}: a run has its own settings; pass a run or flags, "
-            f"not both"
-        )
     settings, tokenizer = command(settings, 1, "cpu")
     settings = replace(settings, model_tag=f"inspect-{os.getpid()}")  # the name of a new run
     run = find_data(inspect_run(settings, torch.device("cpu")), tokenizer)
@@ -202,13 +206,13 @@ def open_stream_of_receipt(receipt: Path, settings: Settings, args: argparse.Nam
     return Opened(RunReader(receipt), *open_receipt(receipt, settings, last))
 
 
-def open_stream_of(run_dir: Path) -> Opened:
+def open_stream_of(run_dir: Path, moved_to: MovedTo = NOT_MOVED) -> Opened:
     """The stream of a run. ValueError or FileNotFoundError if its data has changed or is
     missing."""
-    data, config, settings = open_run(run_dir)
+    data, config, settings = open_run(run_dir, *moved_to)
     run = RunReader(run_dir)
     rows_per_step = settings.total_batch_size // config.T
-    return Opened(run, data, config, rows_per_step, first_step=run.first_step)
+    return Opened(run, data, config, rows_per_step, first_step=run.first_step, moved_to=moved_to)
 
 
 def warn_untrained(opened: Opened, last: int) -> None:
@@ -882,7 +886,7 @@ def lineage(opened: Opened) -> Iterator[tuple[Opened, int]]:
             )
             return
         end = run.fork.step
-        opened = open_stream_of(run.parent_dir)
+        opened = open_stream_of(run.parent_dir, opened.moved_to)
 
 
 def learned_documents(opened: Opened, names: Sequence[str]) -> list[DocumentPlace]:

@@ -233,6 +233,23 @@ def test_rows_are_packed_from_the_nearest_good_cursors_and_equal_those_of_the_sa
     assert "has trained 8 steps" in caplog.text and "has trained 0 steps" not in caplog.text
 
 
+def test_a_run_whose_data_was_moved_is_read_where_data_path_says(run_dir):
+    """Regression: the error named --data-path, and a run with --data-path was refused."""
+    before = run("rows", run_dir, "--step=3")
+    data = run_dir.parents[1] / "data"
+    moved = data.rename(data.with_name("moved"))
+    assert (
+        "name its folder with --data-path"
+        in command(inspect_data.main, "rows", run_dir, "--step=3").err
+    )
+    assert run("rows", run_dir, "--step=3", f"--data-path={moved}") == before
+
+
+def test_a_run_takes_no_other_flags_of_training(run_dir):
+    err = command(inspect_data.main, "rows", run_dir, "--step=3", "--seed=7").err
+    assert "--seed: a run has its own settings" in err
+
+
 @pytest.mark.parametrize("step", [4, 5])
 def test_cursors_with_a_wrong_length_are_named(run_dir, step):
     cursors = read_cursors(cursor_files(run_dir)[4])[1]

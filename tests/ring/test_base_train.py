@@ -85,9 +85,10 @@ def test_a_run_writes_its_log_config_and_checkpoints(workplace):
     outcome = succeed(num_iterations=4, save_every=2, eval_every=2)
     records = steps()
     assert sorted(records) == [0, 1, 2, 3]
-    assert all(
-        record.keys() == FIELDS and len(record["digest"]) == 16 for record in records.values()
-    )
+    for record in records.values():
+        assert (
+            FIELDS - record.keys() == set() and len(record["digest"]) == 16
+        )  # a fork may add some
     assert [record["tokens"] for record in records.values()] == [
         training.STEP * n for n in (1, 2, 3, 4)
     ]

@@ -22,7 +22,7 @@ from nanochat.engine import load_model
 from nanochat.run_dir import RowLosses, read_config
 from scripts import base_eval, base_train
 from tests import training
-from tests.toy import EPS
+from tests.toy import EPS, if_a_fork_changed
 from tests.training import checkpoints, digests, events, final, losses, refuse, steps, succeed
 
 ROOT = Path(__file__).parents[2]
@@ -116,7 +116,8 @@ def test_a_run_writes_its_log_config_and_checkpoints(workplace):
     assert len(lines) == 4 and "mfu" not in lines[0], "the peak of a CPU is unknown"
     for word in ("loss", "lr", "norm", "ms", "tok/s", "left"):
         assert word in lines[0], word
-    assert all(len(line) <= 100 for line in lines)
+    with if_a_fork_changed("the line of a step, by another value", "allow it more columns here"):
+        assert max(map(len, lines)) <= 100
     start = outcome.out[: outcome.out.index("step 00000")].splitlines()
     assert len(start) <= 20, "a start fits on a screen"
     assert outcome.out.rstrip().endswith(

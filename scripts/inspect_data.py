@@ -1112,10 +1112,11 @@ def add_run(
     reads a run's log, which neither flags nor a receipt have."""
     parser.set_defaults(main=main)
     which = " (default: the only run)"
+    parser.epilog = "A run whose data was moved also takes --data-path=DIR and --val-path=DIR."
     if not needs_log:
         which = ", or a receipt (default: the only run, if no base_train flag is given)"
-        parser.epilog = (
-            "Instead of RUN: any flags of scripts.base_train, whose --help lists them. A receipt needs "
+        parser.epilog += (
+            " Instead of RUN: any flags of scripts.base_train, whose --help lists them. A receipt needs "
             "--data-path, and takes --tokenizer and --eod-token."
         )
     parser.add_argument("run", metavar="RUN", nargs="?", help=f"a run's name or folder{which}")

@@ -338,28 +338,6 @@ class RunReader:
             origin["hours"] = axes["hours"] - first["step_s"] / 3600
         return origin
 
-    def mix(self) -> dict[str, list[float]]:
-        """{bucket: its share of the tokens in a window that ends at each logged step}.
-
-        A window has a fiftieth of all steps, at least 20. Empty for a run with one bucket.
-        """
-        import numpy as np
-
-        every_name = {name for step in self.steps for name in step}
-        columns = sorted(name for name in every_name if name.startswith("tokens/"))
-        counts = np.array([[step.get(name) or 0 for name in columns] for step in self.steps], float)
-        if not counts.size:
-            return {}
-
-        # sums over the window that ends at each step
-        window = max(20, len(counts) // 50)
-        sums = counts.cumsum(axis=0)
-        sums[window:] -= sums[:-window].copy()
-
-        shares = sums / np.maximum(sums.sum(axis=1, keepdims=True), 1)
-        buckets = [name.removeprefix("tokens/") for name in columns]
-        return dict(zip(buckets, shares.T.tolist()))
-
     @cached_property
     def evaluation(self) -> dict[str, Any]:
         """The results of scripts.base_eval, empty if it has not run."""

@@ -401,7 +401,8 @@ PROBE = """<script>addEventListener("load", () => drawn.then(() => {
   const result = document.createElement("pre"); result.id = "result";
   result.textContent = JSON.stringify({ plots, requests: performance.getEntriesByType("resource").map(e => e.name),
     images: document.images.length,
-    norms: [...document.querySelectorAll('[id="Gradient norm"] .ytick text')].map(tick => tick.textContent), wide: document.documentElement.scrollWidth, inner: innerWidth,
+    norms: [...document.querySelectorAll('[id="Gradient norm"] .ytick text')].map(tick => tick.textContent),
+    wide: document.documentElement.scrollWidth, inner: innerWidth,
     digest: document.getElementById("digest-1").textContent });
   document.body.append(result);
 }))</script>"""

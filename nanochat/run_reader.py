@@ -186,12 +186,17 @@ class RunReader:
     def _records(self) -> list[LogRecord]:
         """The records of the log in the order written; events are checked."""
         records = []
+        layouts: dict[tuple[str, ...], tuple[str, ...]] = {}
         for record in iter_log(self.log_path):
             if type(record.get("step")) is not int:
                 continue
             if not is_step(record):
                 self._check_record(record, EVENTS.get(str(record["event"])))
-            records.append(record)
+            # The parser makes new strings of the names in each line, which would be a third of the
+            # memory of a long log: share those of the first line with the same names.
+            names = tuple(record)
+            names = layouts.setdefault(names, names)
+            records.append(dict(zip(names, record.values())))
         return records
 
     @cached_property

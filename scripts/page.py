@@ -63,10 +63,6 @@ FEW = 3  # of more runs, only smoothed curves are drawn, and settings and histor
 TONES = {status.GREEN: "good", status.YELLOW: "wait", status.RED: "bad"}
 
 
-class Html(str):
-    """A text that is HTML, so it is not escaped."""
-
-
 class Run(RunReader):
     """A run on the page, one of `num_runs`.
 
@@ -107,7 +103,7 @@ class Run(RunReader):
 
 def is_mark(event: LogRecord) -> bool:
     """Whether an event is a mark on the timeline, not a point of a curve."""
-    return event["event"] not in ("wandb", "samples") and not drawable(event)
+    return event["event"] not in ("wandb", "samples", "ranks") and not drawable(event)
 
 
 def event_text(event: LogRecord) -> tuple[str, str]:
@@ -271,11 +267,8 @@ def charts_of(runs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 def table_row(cells: Sequence[Any], tag: str) -> str:
     """A row of a table; `tag` is th in the header, else td."""
-    text = ""
-    for cell in cells:
-        shown = cell if isinstance(cell, Html) else escape(show(cell))
-        text += f"<{tag}>{shown}</{tag}>"
-    return f"<tr>{text}</tr>"
+    shown = [f"<{tag}>{escape(show(cell))}</{tag}>" for cell in cells]
+    return f"<tr>{''.join(shown)}</tr>"
 
 
 # ---- tables and sentences -----------------------------------------------------------------------
@@ -335,15 +328,17 @@ def tree(runs: Sequence[Run]) -> str:
     """The tree of forks, as scripts.status shows it; "" for a single run, or without forks."""
     if len(runs) == 1 or not any(run.fork for run in runs):
         return ""
-    rows = []
+    items = ""
     for run in runs:
-        name = ("└ " if run.depth else "") + swatch(run)
+        branch = "└ " if run.depth else ""
         fork = status.fork_text(run.state, below_parent=run.depth > 0) or ""
-        changes = f'<div class="soft">{escape(fork)}</div>'
-        cell = f'<div style="margin-left: {20 * run.depth}px">{name}{changes}</div>'
-        bpb = [None, *run.val_bpb.values()][-1]
-        rows.append((Html(cell), run.num_steps, bpb, Html(pill(run))))
-    return card("Forks", table(("run", "steps", "bits per byte", "state"), rows, "tree"))
+        texts = [fork, counted(run.num_steps, "step")]
+        if run.val_bpb:
+            texts.append(f"{show([*run.val_bpb.values()][-1])} bits per byte")
+        about = escape("; ".join(filter(None, texts)))
+        content = f'{branch}{swatch(run)}{pill(run)} <span class="soft">{about}</span>'
+        items += f'<p style="margin-left: {20 * run.depth}px">{content}</p>'
+    return card("Forks", items)
 
 
 def headline(run: Run) -> str:

@@ -319,14 +319,13 @@ def test_forks_start_where_they_branch_off_in_the_charts_of_their_parents(forks,
 def test_a_tree_of_forks_is_that_of_scripts_status(forks, tmp_path):
     text, data = write(forks, tmp_path / "page.html")
     assert [run["parent"] for run in data["runs"]] == [None, 0, 1]
-    tree = text.partition("<h3>Forks</h3>")[2].partition("</table>")[0]
-    cells = re.findall(r'margin-left: (\d+)px">(.*?)</div>', tree)
-    shown = [(int(px), unescape(re.sub("<[^>]*>", "", cell))) for px, cell in cells]
-    assert shown == [
-        (0, "mine"),
-        (20, "└ warm@20: matrix_lr 0.02 -> 0.01"),
-        (40, "└ a-fork-of-warm@30: matrix_lr 0.02 -> 0.04"),
-    ]
+    tree = text.partition("<h3>Forks</h3>")[2].partition("</div>")[0]
+    items = re.findall(r'margin-left: (\d+)px">(.*?)</p>', tree)
+    indents = [int(px) for px, _ in items]
+    _, warm, deep = [unescape(re.sub("<[^>]*>", " ", item)) for _, item in items]
+    assert indents == [0, 20, 40]
+    assert re.match("└ +warm ", warm) and "@20: matrix_lr 0.02 -> 0.01; 40 steps" in warm
+    assert re.match("└ +a-fork-of-warm ", deep) and "@30: matrix_lr 0.02 -> 0.04" in deep
     single, _ = write(forks[2:], tmp_path / "page.html")
     assert "<h3>Forks</h3>" not in single
 

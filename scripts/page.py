@@ -265,13 +265,13 @@ def charts_of(runs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return charts
 
 
+# ---- tables and sentences -----------------------------------------------------------------------
+
+
 def table_row(cells: Sequence[Any], tag: str) -> str:
     """A row of a table; `tag` is th in the header, else td."""
     shown = [f"<{tag}>{escape(show(cell))}</{tag}>" for cell in cells]
     return f"<tr>{''.join(shown)}</tr>"
-
-
-# ---- tables and sentences -----------------------------------------------------------------------
 
 
 def table(header: Sequence[Any], rows: Sequence[Sequence[Any]], kind: str = "") -> str:

@@ -398,9 +398,11 @@ def test_a_run_without_steps_has_a_page_and_missing_plotly_is_named(tmp_path, mo
 PROBE = """<script>addEventListener("load", () => drawn.then(() => {
   const plots = [...document.querySelectorAll(".plot")].map(div => [div.id, div.data.map(trace => trace.y.length)]);
   const result = document.createElement("pre"); result.id = "result";
+  const texts = (id, selector) =>
+    [...document.getElementById(id).querySelectorAll(selector)].map(element => element.textContent);
   result.textContent = JSON.stringify({ plots, requests: performance.getEntriesByType("resource").map(e => e.name),
     images: document.images.length,
-    norms: [...document.querySelectorAll('[id="Gradient norm"] .ytick text')].map(tick => tick.textContent),
+    norms: texts("Gradient norm", ".ytick text"), legend: texts("Loss, nats per token", ".legendtext"),
     wide: document.documentElement.scrollWidth, inner: innerWidth,
     digest: document.getElementById("digest-1").textContent });
   document.body.append(result);
@@ -441,6 +443,7 @@ def test_a_browser_shows_it_without_an_error_or_a_request(runs, tmp_path):
     assert plots[page.LOSS] == [STEPS] * 4 and plots["timeline"]
     assert plots[page.BPB] == plots[f"{page.BPB}: {EVIL}"] == [2, 2]
     assert all(points for points in plots.values()) and set(plots["mix-1"]) == {STEPS}
+    assert result["legend"] == ["<b>one & only", "two"]  # in the order of the cards
     assert result["norms"] == ["0.5", "1", "2", "5", "10", "20"]
     assert result["digest"] == f"{STEPS - 1:016x}"
 
@@ -460,4 +463,7 @@ def test_the_grid_has_no_empty_slot_and_points_and_raw_lines_are_visible():
         r"\.charts \{ display: flex; flex-wrap: wrap.*\.charts \.card \{[^}]*flex: 1 1", text, re.S
     )
     assert float(re.search(r"prefers-color-scheme: dark.*?--raw: ([\d.]+)", text, re.S)[1]) >= 0.7
+    assert (
+        "td { overflow-wrap: break-word;" in text
+    )  # `anywhere` lets a narrow table break any word
     assert "marker: { size: 8 }" in text and 'cliponaxis: series.look !== "points"' in text

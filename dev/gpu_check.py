@@ -16,6 +16,7 @@ the same code on a small model, which tests this script, not a GPU.
 import gc
 import importlib.util
 import itertools
+import math
 import multiprocessing
 import os
 import re
@@ -58,8 +59,9 @@ LIMITS = {  # a figure without a limit is only reported
     "attention: forward, relative error": "<= 5e-3",
     "attention: gradients, relative error": "<= 1e-2",
     "compiled model: loss, nats from eager": "<= 2e-3",
-    "compiled model: least cosine of a gradient": ">= 0.999",
-    "Muon: update, relative error": "<= 0.03",
+    "compiled model: error of a gradient, over eager's": "<= 2",
+    "Muon: update of a matrix, relative error": "<= 0.03",
+    "Muon: update of a gate, relative error": "<= 0.1",
     "AdamW: update, relative error": "<= 1e-4",
     "d12 SSSL: MFU, %": ">= 38",
     "d24 SSSL: MFU, %": ">= 43",
@@ -69,6 +71,7 @@ LIMITS = {  # a figure without a limit is only reported
     "tokens/s over nanochat's": ">= 0.97",
     "places that differ": "<= 0",
 }
+SMALL_ERROR = 1e-4  # of a gradient: rounding of float32
 NARROW = {"aspect_ratio": 32, "head_dim": 16}  # nanochat's models are at least 24 wide
 SMALL: dict[str, Any] = {"depth": 1, **NARROW, "device_batch_size": 2}
 GPU = SimpleNamespace(  # models, runs: flags of scripts.base_train
@@ -196,32 +199,49 @@ def attention_errors(bench: Bench) -> Iterator[Figure]:
 
 
 def compiled_model(bench: Bench, **options: Any) -> Iterator[Figure]:
-    """Compare a model compiled as for training with the eager one, forward and backward."""
-    model, T = bench.model(**options), bench.sizes.T
-    batch = (torch.arange(2 * T + 2, device=bench.device) ** 2 % bench.sizes.vocab_size).view(
-        2, T + 1
-    )
-    masks = model.masks(bench.documents(T), num_docs=8)
+    """Compare a model compiled as for training with the eager one, forward and backward.
 
-    def loss_and_gradients(call: Any) -> tuple[float, list[Tensor]]:
+    Their gradients differ by the rounding of bfloat16. How much of it is normal says the distance
+    of the eager gradients from those of an eager float32 model on the CPU.
+    """
+    T = bench.sizes.T
+    model = bench.model(**options)
+    on_cpu = replace(bench, device=torch.device("cpu"))
+    inside = {"attention_mode": "sdpa_mask"} if "attention_mode" in options else {}
+    reference = on_cpu.model("float32", **inside)
+    reference.load_state_dict(model.state_dict())
+
+    def loss_and_gradients(bench: Bench, model: GPT, call: Any) -> tuple[float, dict[str, Tensor]]:
+        batch = (torch.arange(2 * T + 2, device=bench.device) ** 2 % bench.sizes.vocab_size).view(
+            2, T + 1
+        )
+        masks = model.masks(bench.documents(T), num_docs=8)
         loss = call(batch[:, :-1], batch[:, 1:], masks=masks, loss_reduction="none").mean()
         loss.backward()
-        gradients = [p.grad.double().flatten() for p in model.parameters() if p.grad is not None]
+        gradients = {n: p.grad.cpu() for n, p in model.named_parameters() if p.grad is not None}
         model.zero_grad(set_to_none=True)
         return loss.item(), gradients
 
     compiled = torch.compile(
         model, dynamic=False, fullgraph=True, backend="inductor" if bench.cuda else "eager"
     )
-    loss, gradients = loss_and_gradients(compiled)
-    eager_loss, eager_gradients = loss_and_gradients(model)
-    cosines = [
-        (a @ b / a.norm() / b.norm()).item()
-        for a, b in zip(gradients, eager_gradients, strict=True)
-    ]
+    loss, gradients = loss_and_gradients(bench, model, compiled)
+    eager_loss, eager_gradients = loss_and_gradients(bench, model, model)
+    _, exact_gradients = loss_and_gradients(on_cpu, reference, reference)
     what = str(options or "default")
     yield "compiled model: loss, nats from eager", what, abs(loss - eager_loss)
-    yield "compiled model: least cosine of a gradient", what, min(cosines)
+
+    # the parameter whose compiled gradient is worst, compared with its eager gradient
+    rows = []
+    for name, exact in exact_gradients.items():
+        error = relative(gradients[name], exact)
+        eager_error = relative(eager_gradients[name], exact)
+        ratio = error / max(eager_error, SMALL_ERROR)
+        rows.append((math.inf if math.isnan(ratio) else ratio, error, eager_error, name))
+    ratio, error, eager_error, name = max(rows)
+    yield "compiled model: error of a gradient, over eager's", f"{what}: {name}", ratio
+    yield "gradient, relative error, compiled", f"{what}: {name}", error
+    yield "gradient, relative error, eager", f"{what}: {name}", eager_error
 
 
 def optimizer_errors(bench: Bench) -> Iterator[Figure]:
@@ -236,20 +256,19 @@ def optimizer_errors(bench: Bench) -> Iterator[Figure]:
                 p.grad = bench.randn(*p.shape, seed=i).to(p)
             optimizer = trained.setup_optimizer()
             optimizer.step()
-        names = [
-            n for group in optimizer.param_groups if group["kind"] == kind for n in group["names"]
-        ]
-        yield (
-            f"{name}: update, relative error",
-            dtype,
-            max(
-                relative(
+        errors: dict[str, float] = {}
+        for group in optimizer.param_groups:
+            for n in group["names"] if group["kind"] == kind else ():
+                error = relative(
                     model.get_parameter(n).detach().cpu().double() - before[n],
                     reference.get_parameter(n).detach().double() - before[n],
                 )
-                for n in names
-            ),
-        )
+                what = f"{name}: update"
+                if kind == "muon":  # in bfloat16, a gate of 6 x 12 has errors of up to 0.05
+                    what += " of a gate" if n.endswith("gate.weight") else " of a matrix"
+                errors[what] = max(errors.get(what, 0.0), error)
+        for what, error in errors.items():
+            yield f"{what}, relative error", dtype, error
 
 
 def child_environment(bench: Bench) -> dict[str, str]:

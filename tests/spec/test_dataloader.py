@@ -123,14 +123,27 @@ def test_micro_batches_never_cross_a_leaf_and_every_rank_has_the_same_number(W, 
 # ---- state ---------------------------------------------------------------------------------------
 
 
+def wait_until_full(loader):
+    """Until the thread has filled all slots."""
+    while loader._filled.qsize() < loader.num_slots:
+        threading.Event().wait(0.001)
+
+
+def test_a_whole_step_is_ready_in_advance():
+    with make_loader(rows_per_step=48, device_batch_size=1) as loader:
+        assert loader.micro_batches_per_step > module.PREFETCH, "the case"
+        wait_until_full(loader)
+        ready = [loader._filled.get(timeout=10) for _ in range(loader.micro_batches_per_step)]
+        assert ready[-1].end is not None and ready[-1].end.steps == 1
+
+
 def test_the_state_excludes_prefetched_rows_that_were_not_used():
     with Ranks(CONFIG, {"b": fixed_source()}, n=3, W=1, tokenizer="bytes") as ranks:
         before = ranks.cursors()
         ranks.step()
         after = ranks.cursors()
     with make_loader() as loader:
-        while loader._filled.qsize() < module.PREFETCH:
-            threading.Event().wait(0.001)
+        wait_until_full(loader)
         assert loader.cursors() == before and loader.step == 0
         for _ in range(5):
             next(loader)

@@ -383,7 +383,7 @@ def history(run: Run) -> str:
             begin += f": {again} taken again, up to step {previous.last - 1:,}"
         rows.append((launch.first, begin))
         rows += event_rows(launch)
-        end = f"{run.end_of(launch) or 'running'}: {launch.reason}"
+        end = f"launch {number} {run.end_of(launch) or 'is running'}: {launch.reason}"
         rows.append((launch.last, end.removesuffix(": ")))
         previous = launch
     content = table(("step", "what happened"), rows, "history")

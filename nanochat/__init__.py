@@ -46,7 +46,7 @@ A run, from its command to its end:
     mirror_store     where it lies                      mirror_marks     what it holds of each save
     mirror_fetch     from it to an empty machine
 
-The floor: `common` (files, JSON, hashes), `cli` (flags), `dist` (processes).
+The floor: `common` (files, JSON, hashes), `cli` (flags; `old_flags`), `dist` (processes).
 
 `integrations/` connects to other programs, behind the doors that dev/ARCHITECTURE.md lists.
 """

@@ -39,6 +39,7 @@ from nanochat.common import DATA_CACHE_GB, check_shape, open_door, parse_json
 from nanochat.curriculum import Curriculum, CurriculumSettings, load
 from nanochat.files import DATASET_NAME, FORMATS
 from nanochat.gpt import ASPECT_RATIO, HEAD_DIM, GPTConfig
+from nanochat.old_flags import OLD_FLAGS
 from nanochat.order import ORDERS, StreamSettings
 from nanochat.run_dir import (
     CONFIG_NAME,
@@ -509,10 +510,6 @@ def settings_class(order: str) -> type[Settings]:
 
 # ---- the command line ---------------------------------------------------------------------------
 
-SECTION = (
-    "each setting has its own flag, such as --data-path=DIR or --num-iterations=1000; for gpt-simple's file, "
-    "python -m scripts.help --translate FILE prints the command line"
-)
 # Settings of older versions, in the config.json of their runs. They decided no bit, so such a run
 # resumes without them.
 REMOVED = frozenset(
@@ -530,16 +527,6 @@ REMOVED = frozenset(
         *("split", "blend_weights", "eod_mask_loss", "num_samples", "index_cache"),
     }
 )
-# what --help shows first
-EVERYDAY = (
-    *("model_tag", "resume", "force", "device_type", "dtype", "compile", "seed"),
-    *("depth", "max_seq_len", "attention_mode"),
-    *("data_path", "val_path", "data_format", "tokenizer", "packing", "long_docs", "curriculum"),
-    *("num_iterations", "target_param_data_ratio", "device_batch_size", "total_batch_size"),
-    *("matrix_lr", "weight_decay", "warmup_steps"),
-    *("eval_every", "sample_every", "save_every", "keep_last_k", "run", "max_runtime_seconds"),
-    *("init_from", "fork_from"),
-)
 # settings that describe how one run begins, which a fork does not take from its parent
 OF_ONE_RUN = (
     "model_tag",
@@ -551,43 +538,6 @@ OF_ONE_RUN = (
     "skip_steps",
     "mirror_to",
 )
-ELSEWHERE = {  # flags of other programs and of older versions
-    "--log-every": "omit it; every step is printed",
-    **dict.fromkeys(
-        ("--row-losses", "--no-row-losses"), "omit it; the losses of rows are always kept"
-    ),
-    "--object-storage-cache": "omit it; copies are in <base dir>/object_storage, and NANOCHAT_BASE_DIR moves that",
-    "--eval-bundle": "omit it; the tasks of the CORE metric are in <base dir>/eval_bundle",
-    "--keep-milestone-every": "use --save-at=N*, which saves every Nth step and never deletes these checkpoints",
-    "--allow-budget-mismatch": "set allow_budget_mismatch: true in the curriculum's file",
-    "--resume-from-step": "use --resume=PATH to resume from that checkpoint, or --resume=auto (the default) to resume "
-    "from the newest",
-    "--allow-curriculum-change": "a run keeps its curriculum; to continue with a different one, start a new run "
-    "(--model-tag) with --fork-from=RUN@STEP",
-    **dict.fromkeys(
-        ("--init-optimizer", "--init-data"), "use --fork-from=RUN@STEP, which continues everything"
-    ),
-    "--batch-size": "use --device-batch-size for the rows per forward pass of one process, or --total-batch-size for "
-    "the tokens per step of all processes",
-    **dict.fromkeys(
-        ("--learning-rate", "--lr"),
-        "each kind of parameter has its own: --matrix-lr, "
-        "--embedding-lr, --unembedding-lr and --scalar-lr",
-    ),
-    # gpt-simple's
-    **dict.fromkeys(("--data", "--training", "--optimizer", "--model"), SECTION),
-    "--training.resume": "use --resume=auto (the default), --resume=scratch with --force, or --resume=PATH",
-    "--training.max-steps": "use --num-iterations",
-    "--training.output-dir": "use --model-tag to name the run; its folder is in NANOCHAT_BASE_DIR/runs",
-    "--training.wandb-run-name": "use --run",
-    **{
-        f"--training.{name}": f"use --{name}"
-        for name in ("keep-last-k", "max-runtime-seconds", "walltime-reserve-seconds", "seed")
-    },
-    "--data.path": "use --data-path",
-    "--data.tokenizer": "use --tokenizer",
-    "--data.format": "use --data-format=shards (for gpt-simple's pretokenized) or --data-format=text (for its jsonl)",
-}
 
 
 def flag(name: str) -> str:
@@ -647,8 +597,8 @@ def _add_group(parser: Parser, group: type, without: Sequence[str], listed: bool
 def instead_of(name: str) -> str:
     """What to use in place of an unknown flag: one of another program, of an older version, or of
     another --order. '' if it is none of these."""
-    if name in ELSEWHERE:
-        return ELSEWHERE[name]
+    if name in OLD_FLAGS:
+        return OLD_FLAGS[name]
     for order in ORDERS:
         with contextlib.suppress(ModuleNotFoundError):
             own = fields_of(settings_class(order)).keys() - FIELDS.keys()

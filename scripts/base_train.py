@@ -32,7 +32,7 @@ from nanochat.any_step import make_available
 from nanochat.checkpoint import list_checkpoints
 from nanochat.cli import EXIT_HALTED, Parser, lasting_output, quiet_gc, run_main, setup_logging
 from nanochat.common import Stop, counted, duration, join_reasons, print0
-from nanochat.config import EVERYDAY, Settings, add_flags, from_flags
+from nanochat.config import Settings, add_flags, from_flags
 from nanochat.dataloader import DataLoader, Dry
 from nanochat.dist import (
     RANKS_EVERY,
@@ -68,6 +68,16 @@ from nanochat.tokenizer import Tokenizer
 from nanochat.trainer import Training, make_model, new_row_table, take_step
 
 NOTICEABLE = 0.01  # a wait for data of this share of the step is printed
+# settings whose flags --help shows first
+EVERYDAY = (
+    *("model_tag", "resume", "force", "device_type", "dtype", "compile", "seed"),
+    *("depth", "max_seq_len", "attention_mode"),
+    *("data_path", "val_path", "data_format", "tokenizer", "packing", "long_docs", "curriculum"),
+    *("num_iterations", "target_param_data_ratio", "device_batch_size", "total_batch_size"),
+    *("matrix_lr", "weight_decay", "warmup_steps"),
+    *("eval_every", "sample_every", "save_every", "keep_last_k", "run", "max_runtime_seconds"),
+    *("init_from", "fork_from"),
+)
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from nanochat import config
 from nanochat.cli import Parser
 from nanochat.common import write_json
 from nanochat.config import (
@@ -24,7 +23,9 @@ from nanochat.config import (
     settings_table,
 )
 from nanochat.integrations.megatron_settings import MegatronSettings
+from nanochat.old_flags import OLD_FLAGS
 from scripts import receipt
+from scripts.base_train import EVERYDAY
 from tests.spec.test_config import MIX, RUN, RUN_DIR, RUNS, changed, parse
 
 ROOT = Path(__file__).parents[2]
@@ -178,11 +179,11 @@ def test_impossible_values_and_contradictions_are_refused(argv, error):
 def test_help_shows_the_everyday_flags_and_how_many_others_there_are():
     parser = add_flags(Parser())
     everything = parser.format_help()
-    parser.show_first(config.EVERYDAY)
+    parser.show_first(EVERYDAY)
     shown = parser.format_help()
-    assert set(config.EVERYDAY) <= FIELDS.keys() and len(config.EVERYDAY) <= 32
+    assert set(EVERYDAY) <= FIELDS.keys() and len(EVERYDAY) <= 32
     assert flag("depth") in shown and flag("z_loss") not in shown and flag("z_loss") in everything
-    number = sum(f.metadata.get("flag", True) for f in FIELDS.values()) - len(config.EVERYDAY)
+    number = sum(f.metadata.get("flag", True) for f in FIELDS.values()) - len(EVERYDAY)
     assert f"{number} further flags: --help-all" in shown
     with pytest.raises(SystemExit, match="0"):
         parser.parse_args(["--help-all"])
@@ -195,18 +196,18 @@ def test_help_lists_the_flags_of_an_order_when_the_order_is_given(capsys):
         assert ("--blend-weights" in capsys.readouterr().out) == is_listed
 
 
-@pytest.mark.parametrize("name", config.ELSEWHERE)
+@pytest.mark.parametrize("name", OLD_FLAGS)
 def test_a_flag_of_another_program_is_an_error_that_names_ours(name, capsys):
     with pytest.raises(SystemExit, match="2"):
         parse(name)
-    assert capsys.readouterr().err.startswith(f"error: {name}: {config.ELSEWHERE[name]}")
+    assert capsys.readouterr().err.startswith(f"error: {name}: {OLD_FLAGS[name]}")
     assert {
         "--resume-from-step",
         "--allow-curriculum-change",
         "--batch-size",
         "--learning-rate",
         "--training.resume",
-    } <= set(config.ELSEWHERE)
+    } <= set(OLD_FLAGS)
 
 
 LAUGHS = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(  # 9**9 items

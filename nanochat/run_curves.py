@@ -113,7 +113,9 @@ def names_in(steps: Sequence[LogRecord]) -> list[str]:
 
 def number(value: object) -> float | None:
     """A value of the log that is a number, otherwise None."""
-    return value if type(value) in (int, float) else None  # type: ignore[return-value]
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return None
+    return value
 
 
 def step_series(run: RunReader, kept: Sequence[int], *, only_smoothed: bool) -> Iterator[Curve]:

@@ -69,6 +69,8 @@ from scripts.receipt import open_receipt
 log = logging.getLogger(__name__)
 
 LINES = 40  # documents that the table of a step shows
+PASSES = 16  # lines that `find` prints for a document that was read in more passes
+STEPS = 8  # rows that such a line names, if there are no more
 DOCUMENTS, TRACED = 20, 200  # matches that --text shows, and that it follows through the run
 OUTLIER = 4  # robust deviations above the preceding steps
 AROUND = 8  # steps before a spike that define the usual loss of a bucket
@@ -80,6 +82,9 @@ epoch: pass over the data; start, stop: its tokens from start to before stop; of
 FIND_LEGEND = """\
 epoch: pass over the data; row: its number in the step; lane: the virtual reader; start, stop: its tokens from start
 to before stop are in the row; loss: the row's mean; numbers count from 0"""
+PASSES_LEGEND = """\
+epochs: passes over the data; rows: how many use it in these epochs; tokens: how many of its tokens are in them; loss:
+their mean; step:row: which rows, the first and the last of many; numbers count from 0; --json prints every row"""
 SEEN_LEGEND = """\
 shared, of: how many of the item's n-grams are in the document, and how many it has; loss before: of the row, at the
 first step that trained on the item; loss after: at the last later one; steps: those whose rows share its n-grams
@@ -793,7 +798,7 @@ def show_find(opened: Opened, args: argparse.Namespace) -> int:
     if args.texts or args.core:
         return show_items(opened, args)
     losses_of = lru_cache(None)(partial(recorded_losses, opened.run))
-    any_rows = False
+    legends: dict[str, None] = {}
     for traced in named_documents(opened, args):
         split, document, _ = traced
         source = (opened.data.train if split == "train" else opened.data.val)[document.bucket]
@@ -816,36 +821,95 @@ def show_find(opened: Opened, args: argparse.Namespace) -> int:
         print(f"{visible(document.name)} ({document.bucket}{kind}): {visible(words)}")
         if origin is not None:
             print(f"it begins at line {origin.line:,} of {visible(origin.file)}")
-        any_rows |= print_passes(opened, passes, with_text=bool(args.text))
+        legends[print_passes(opened, passes, with_text=bool(args.text))] = None
         reason = remark(opened, traced, left_out)
         if reason:
             print(reason)
-    if any_rows:
-        print(FIND_LEGEND)
+    for legend in filter(None, legends):
+        print(legend)
     return 0
 
 
-def print_passes(opened: Opened, passes: list[dict[str, Any]], *, with_text: bool) -> bool:
-    """Print a table of the rows that used a document, and what became of its other tokens. Returns
-    whether there are rows."""
+def print_passes(opened: Opened, passes: list[dict[str, Any]], *, with_text: bool) -> str:
+    """Print the rows that used a document, and what became of its other tokens: a line per row, or,
+    of more than PASSES passes, a line for several passes. Returns the legend; "" without rows."""
+    used = [of_epoch for of_epoch in passes if of_epoch["uses"]]
+    if opened.run.outcome == "completed":  # leave out epochs that the run may never have begun
+        passes = [of_epoch for i, of_epoch in enumerate(passes) if of_epoch["uses"] or i == 0]
+    if len(used) > PASSES:
+        print_groups(used, with_text=with_text)
+        print_endings(passes)
+        return PASSES_LEGEND
+
     columns = ["epoch", "step", "row", "lane", "start", "stop", "loss"]
     if with_text:
         columns.append("has_text")
     lines = []
-    for of_epoch in passes:
+    for of_epoch in used:
         for use in of_epoch["uses"]:
             lines.append([use[name] for name in columns])
     if lines:
         print(*table(columns, lines), sep="\n")
-    if opened.run.outcome == "completed":  # leave out epochs that the run may never have begun
-        passes = [of_epoch for i, of_epoch in enumerate(passes) if of_epoch["uses"] or i == 0]
     for ending, same in groupby(passes, key=lambda of_epoch: of_epoch["fate"]):
-        epochs = [of_epoch["epoch"] for of_epoch in same]
-        if not ending:
-            continue
-        name = f"epochs {epochs[0]} to {epochs[-1]}" if len(epochs) > 1 else f"epoch {epochs[0]}"
-        print(f"{name}: {ending}")
-    return bool(lines)
+        if ending:
+            print(f"{epochs_text([*same])}: {ending}")
+    return FIND_LEGEND if lines else ""
+
+
+def print_groups(passes: Sequence[Mapping[str, Any]], *, with_text: bool) -> None:
+    """Print a table of at most PASSES lines, which sum up the rows of all passes."""
+    columns = ["epochs", "rows", "tokens", "loss"]
+    if with_text:
+        columns.append("has_text")
+    size = -(-len(passes) // PASSES)
+    lines = []
+    for first in range(0, len(passes), size):
+        group = passes[first : first + size]
+        uses = [use for of_epoch in group for use in of_epoch["uses"]]
+        tokens = sum(use["stop"] - use["start"] for use in uses)
+        losses = [use["loss"] for use in uses if use["loss"] is not None]
+        loss = math.fsum(losses) / len(losses) if losses else None
+        line = [ranges([of_epoch["epoch"] for of_epoch in group]), len(uses), tokens, loss]
+        if with_text:
+            line.append(sum(use["has_text"] for use in uses))
+        names = [f"{use['step']}:{use['row']}" for use in uses]
+        if len(names) > STEPS:
+            names = [*names[: STEPS - 2], "...", names[-1]]
+        lines.append([*line, " ".join(names)])
+    print(f"{len(passes):,} passes, up to {size} in a line:")
+    print(*table([*columns, "step:row"], lines), sep="\n")
+
+
+def print_endings(passes: Sequence[Mapping[str, Any]]) -> None:
+    """Print what became of the tokens that are in no row, once for all passes that it happened in."""
+    endings: dict[str, list[Mapping[str, Any]]] = {}
+    for of_epoch in passes:
+        ending = of_epoch["fate"]
+        if of_epoch["cropped_after"] is not None:
+            ending = "cropped"
+        endings.setdefault(ending, []).append(of_epoch)
+    for ending, same in endings.items():
+        if ending == "cropped":
+            kept = [of_epoch["cropped_after"] for of_epoch in same]
+            ending += f", with {min(kept):,} to {max(kept):,} of its tokens in rows"
+        if ending:
+            print(f"{epochs_text(same)}: {ending}")
+
+
+def epochs_text(passes: Sequence[Mapping[str, Any]]) -> str:
+    """The epochs of passes, such as "epochs 0 to 5, 7"."""
+    noun = "epochs" if len(passes) > 1 else "epoch"
+    return f"{noun} {ranges([of_epoch['epoch'] for of_epoch in passes])}"
+
+
+def ranges(numbers: Sequence[int]) -> str:
+    """Ascending numbers as text: "0 to 5, 7"."""
+    parts: list[str] = []
+    for _, run in groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0]):
+        members = [number for _, number in run]
+        first, last = members[0], members[-1]
+        parts.append(f"{first} to {last}" if last > first else str(first))
+    return ", ".join(parts)
 
 
 def show_ledger(opened: Opened, args: argparse.Namespace) -> int:

@@ -493,6 +493,59 @@ def test_a_text_lists_its_documents_and_marks_the_rows_that_hold_it(killed):
         assert use["has_text"] == any(words in of_row for of_row in texts)
 
 
+def a_pass(epoch, *, rows=1, cropped_after=None):
+    """A pass of --json, with a use per row."""
+    uses = [
+        {
+            **{"epoch": epoch, "step": 10 * epoch, "row": row, "lane": row, "start": 20 * row},
+            **{"stop": 20 * row + 20, "loss": 4.0 - epoch / 64, "has_text": row == 0},
+        }
+        for row in range(rows)
+    ]
+    fate = f"cropped from token {cropped_after} on" if cropped_after else ""
+    return {"epoch": epoch, "uses": uses, "cropped_after": cropped_after, "fate": fate}
+
+
+def shown_passes(capsys, passes, *, with_text=False):
+    running = SimpleNamespace(run=SimpleNamespace(outcome=""))
+    legend = inspect_data.print_passes(running, passes, with_text=with_text)
+    return capsys.readouterr().out.splitlines(), legend
+
+
+def test_64_passes_over_a_document_are_16_lines_that_name_every_row(capsys):
+    passes = [a_pass(epoch) for epoch in range(64)]
+    (head, columns, *lines), legend = shown_passes(capsys, passes, with_text=True)
+    assert head == "64 passes, up to 4 in a line:"
+    assert columns.split() == ["epochs", "rows", "tokens", "loss", "has_text", "step:row"]
+    assert len(lines) == inspect_data.PASSES and legend == inspect_data.PASSES_LEGEND
+    assert re.sub(" +", " ", lines[1].strip()) == "4 to 7 4 80 3.914 4 40:0 50:0 60:0 70:0"
+    named = [word for line in lines for word in line.split() if ":" in word]
+    assert named == [f"{10 * epoch}:0" for epoch in range(64)]
+
+
+def test_lines_of_many_passes_count_the_rows_that_they_do_not_name(capsys):
+    passes = [a_pass(epoch, rows=3) for epoch in range(64)]
+    (_, _, first, *_), _ = shown_passes(capsys, passes)
+    assert first.endswith("0:0 0:1 0:2 10:0 10:1 10:2 ... 30:2")
+    assert first.split()[:5] == ["0", "to", "3", "12", "240"]
+
+
+def test_crops_in_many_passes_are_one_line(capsys):
+    cropped = {3: 20, 4: 30, 9: 40}
+    passes = [a_pass(epoch, cropped_after=cropped.get(epoch)) for epoch in range(20)]
+    lines, _ = shown_passes(capsys, passes)
+    assert [line for line in lines if "cropped" in line] == [
+        "epochs 3 to 4, 9: cropped, with 20 to 40 of its tokens in rows"
+    ]
+
+
+def test_a_document_that_was_read_in_16_passes_has_a_line_per_row(capsys):
+    passes = [a_pass(epoch, rows=2) for epoch in range(16)]
+    (columns, *lines), legend = shown_passes(capsys, passes)
+    assert columns.split() == ["epoch", "step", "row", "lane", "start", "stop", "loss"]
+    assert len(lines) == 32 and legend == inspect_data.FIND_LEGEND
+
+
 def test_documents_that_a_run_does_not_learn_from_are_reported(killed, monkeypatch):
     assert run("find", "text", "--document=web/2.parquet:0").splitlines()[-1] == (
         "a validation document: the run never trains on it"

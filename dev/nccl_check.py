@@ -133,7 +133,7 @@ def train(num_leaves: int, rank: int, world_size: int, device: torch.device, tin
         )
     )
     model.to(device).init_weights(seed=0, compute_dtype=get_compute_dtype(device))
-    optimizer = model.setup_optimizer()
+    optimizer = model.setup_optimizer(num_leaves=num_leaves)
     per_rank, tokens = num_leaves // world_size, (2, model.config.sequence_len + 1)
     leaves = LeafAccumulator(model.parameters(), per_rank, micro_batches_per_leaf=2)
     digest = hashlib.blake2b(digest_size=8)

@@ -669,9 +669,12 @@ class GPT(nn.Module):
         assert sorted(n for g in groups for n in g["names"]) == sorted(named)
         return groups
 
-    def setup_optimizer(self, **learning_rates: float) -> MuonAdamW:
-        """The optimizer over `param_groups(**learning_rates)`.
+    def setup_optimizer(
+        self, *, num_leaves: int | None = None, **learning_rates: float
+    ) -> MuonAdamW:
+        """The optimizer over `param_groups(**learning_rates)`, for a step of `num_leaves`.
 
         It orthogonalizes in the model's compute dtype.
         """
-        return MuonAdamW(self.param_groups(**learning_rates), polar_dtype=self.compute_dtype)
+        groups = self.param_groups(**learning_rates)
+        return MuonAdamW(groups, polar_dtype=self.compute_dtype, num_leaves=num_leaves)

@@ -22,12 +22,18 @@ replace the gradient, too. So the host never waits for the device: it launches t
 the backward pass is still running. To skip a step, the caller lowers `limit` to -1, which every
 norm exceeds. On several ranks, a step needs memory for one more copy of the gradients.
 
+**Stacks.** A step of a matrix is about 40 kernels, and a GPU runs many of them faster than the host
+launches them: one by one, the 72 matrices of a d12 took an H200 124 ms, 14 of them in kernels. So
+compiled code updates a stack of up to 8 matrices of one shape in one call, whose products are
+batched. A CPU takes them one by one.
+
 **Bits.** A step has the same bits for every W that divides the number of leaves: reduce.py fixes
-the order of sums, a matrix is orthogonalized on one rank, and elementwise updates use only
-operations whose vectorized and scalar forms round alike (no `pow` with fractions, no `sigmoid`).
-The norm is added up from **grains**, which chunks never cut: a grain is 1/64 of a tensor that may
-be cut; any other tensor is one grain. Each rank enters the sums of squares of its own grains into a
-table, the tables are added exactly (x + 0), and the summed entries are added in a fixed order.
+the order of sums, a matrix is orthogonalized on one rank, the size of its stack depends on K and
+not on W (`stack_size`), and elementwise updates use only operations whose vectorized and scalar
+forms round alike (no `pow` with fractions, no `sigmoid`). The norm is added up from **grains**,
+which chunks never cut: a grain is 1/64 of a tensor that may be cut; any other tensor is one grain.
+Each rank enters the sums of squares of its own grains into a table, the tables are added exactly
+(x + 0), and the summed entries are added in a fixed order.
 
 State and arithmetic are float32, except that a model that computes in bfloat16 runs `polar_express`
 in bfloat16. bfloat16 parameters are rounded when they are written back. For a bfloat16 embedding,
@@ -41,6 +47,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from itertools import chain
 from typing import Any, NoReturn
 
 import torch
@@ -73,11 +80,13 @@ VARIANCE_FLOOR = 1e-10
 def polar_express(G: Tensor, steps: int = 5) -> Tensor:
     """The approximate orthogonal polar factor of G: U V^T for G = U S V^T.
 
-    G: (rows, cols), float32 or bfloat16, of any scale. The result has the same shape and dtype, and
-    is computed in that dtype. After 5 steps, singular values above 1e-3 of the Frobenius norm are
-    within 0.14 of 1. Further steps repeat the last row of the table.
+    G: a matrix (rows, cols) or a stack of them (num, rows, cols), float32 or bfloat16, of any
+    scale. The result has the same shape and dtype, and is computed in that dtype. After 5 steps,
+    singular values above 1e-3 of the Frobenius norm are within 0.14 of 1. Further steps repeat the
+    last row of the table.
     """
-    tall = G.size(0) > G.size(1)
+    add_product = torch.addmm if G.ndim == 2 else torch.baddbmm
+    tall = G.size(-2) > G.size(-1)
     X = G.mT if tall else G  # so the Gram matrix below is the smaller of the two
     wide = torch.promote_types(X.dtype, torch.float32)
     norm = X.norm(dim=(-2, -1), keepdim=True, dtype=wide)
@@ -85,9 +94,14 @@ def polar_express(G: Tensor, steps: int = 5) -> Tensor:
     for step in range(steps):
         a, b, c = POLAR_EXPRESS[min(step, len(POLAR_EXPRESS) - 1)]
         gram = X @ X.mT
-        polynomial = torch.addmm(gram, gram, gram, beta=b, alpha=c)
-        X = torch.addmm(X, polynomial, X, beta=a)
+        polynomial = add_product(gram, gram, gram, beta=b, alpha=c)
+        X = add_product(X, polynomial, X, beta=a)
     return X.mT if tall else X
+
+
+def frobenius(matrices: Tensor) -> Tensor:
+    """(..., rows, cols) -> (..., 1, 1): the Frobenius norm of each matrix."""
+    return matrices.norm(dim=(-2, -1), keepdim=True)
 
 
 def reduce_variance(
@@ -97,11 +111,11 @@ def reduce_variance(
 
     The Frobenius norm stays. Source: NorMuon, arXiv 2510.05491.
     """
-    dim = 1 if second_momentum_buffer.size(1) == 1 else 0
+    dim = -1 if second_momentum_buffer.size(-1) == 1 else -2
     mean_square = update.square().mean(dim=dim, keepdim=True)
     second_momentum_buffer.add_((mean_square - second_momentum_buffer) * weight)
     scaled = update * second_momentum_buffer.clamp_min(VARIANCE_FLOOR).rsqrt()
-    return scaled * (update.norm() / scaled.norm().clamp_min(VARIANCE_FLOOR))
+    return scaled * (frobenius(update) / frobenius(scaled).clamp_min(VARIANCE_FLOOR))
 
 
 def muon_update(
@@ -119,7 +133,7 @@ def muon_update(
     ns_steps: int = 5,
     polar_dtype: torch.dtype = torch.float32,
 ) -> None:
-    """One Muon step for one matrix, in place on `param` and both buffers.
+    """One Muon step for a matrix or a stack of them, in place on `param` and both buffers.
 
     A pure function of its arguments. Source: https://kellerjordan.github.io/posts/muon/ and the
     papers cited above.
@@ -129,11 +143,12 @@ def muon_update(
     # Nesterov: the buffer after one more step with this gradient
     direction = grad + (momentum_buffer - grad) * momentum
     # row equilibration: each row gets the root mean square of the row norms
-    norms = direction.norm(dim=1, keepdim=True)
-    direction = direction * (norms.square().mean().sqrt() / norms.clamp_min(NORM_FLOOR))
+    norms = direction.norm(dim=-1, keepdim=True)
+    mean_square = norms.square().mean(dim=-2, keepdim=True)
+    direction = direction * (mean_square.sqrt() / norms.clamp_min(NORM_FLOOR))
     update = polar_express(direction.to(polar_dtype), ns_steps).float()
-    rows, cols = update.shape
-    update = update * (math.sqrt(min(rows, cols)) / update.norm().clamp_min(NORM_FLOOR))
+    rows, cols = update.shape[-2:]
+    update = update * (math.sqrt(min(rows, cols)) / frobenius(update).clamp_min(NORM_FLOOR))
     update = reduce_variance(update, second_momentum_buffer, weight=(1 - beta2) * live)
     p = param.float()
     rate = lr * (max(1.0, rows / cols) ** 0.5) * live
@@ -141,6 +156,23 @@ def muon_update(
     # 2510.12402)
     decayed = p * (p * update >= 0)
     param.copy_(p - (update + decayed * weight_decay) * rate)
+
+
+def muon_update_stack(
+    params: list[Tensor],
+    grads: list[Tensor],
+    momentum_buffers: list[Tensor],
+    second_momentum_buffers: list[Tensor],
+    **settings: Any,
+) -> None:
+    """`muon_update` for several matrices of one shape: one call of each kernel for all of them."""
+    param, grad = torch.stack(params), torch.stack(grads)
+    momentum_buffer = torch.stack(momentum_buffers)
+    second_momentum_buffer = torch.stack(second_momentum_buffers)
+    muon_update(param, grad, momentum_buffer, second_momentum_buffer, **settings)
+    torch._foreach_copy_(params, param.unbind())
+    torch._foreach_copy_(momentum_buffers, momentum_buffer.unbind())
+    torch._foreach_copy_(second_momentum_buffers, second_momentum_buffer.unbind())
 
 
 def adamw_rates(
@@ -209,15 +241,16 @@ def adamw_update(
 
 # ---- the optimizer -------------------------------------------------------------------------------
 
-# Compiled (on CUDA), each matrix shape is one graph, and all AdamW groups share three graphs
-# (float32, bfloat16, a single element; ranks above 0 need a fourth), because values that differ
-# between groups are passed as 0-dim tensors. Whatever AdamW needs beyond arithmetic and square
-# roots is computed outside the graphs, once per group. AdamW's graphs round like eager code
-# (`EAGER_ROUNDING`); otherwise Triton on CUDA would contract a product and a sum into one FMA,
-# divide approximately and flush denormals. So compiled AdamW has the same bits as eager AdamW,
-# except for the last bit of square roots on a CPU, which eager code takes from MKL. Compiled Muon
-# differs from eager Muon: its norms and means sum in a different order, and on CUDA it uses FMAs.
-# No promise about W depends on this, because every rank compiles the same code.
+# Compiled (on CUDA), each matrix shape is one graph (two if W does not divide K: of a stack and of
+# a single matrix), and all AdamW groups share three graphs (float32, bfloat16, a single element;
+# ranks above 0 need a fourth), because values that differ between groups are passed as 0-dim
+# tensors. Whatever AdamW needs beyond arithmetic and square roots is computed outside the graphs,
+# once per group. AdamW's graphs round like eager code (`EAGER_ROUNDING`); otherwise Triton on CUDA
+# would contract a product and a sum into one FMA, divide approximately and flush denormals. So
+# compiled AdamW has the same bits as eager AdamW, except for the last bit of square roots on a CPU,
+# which eager code takes from MKL. Compiled Muon differs from eager Muon: its norms and means sum in
+# a different order, and on CUDA it uses FMAs. No promise about W depends on this, because every
+# rank compiles the same code.
 #
 # Inductor's options for the rounding of eager code: no FMA, IEEE division, no flushed denormals.
 # AdamW is bound by memory bandwidth, so this costs next to nothing.
@@ -287,7 +320,8 @@ class MuonAdamW(torch.optim.Optimizer):
     reduce: how gradients are added over ranks (default: inside torchrun's nodes, then across them).
     compiled: fuse each update with torch.compile (default: on CUDA); a model that needs more graphs
     than torch caches raises an error instead of slowing down. polar_dtype: the dtype of
-    `polar_express`. Raises ValueError for an incomplete group.
+    `polar_express`. num_leaves: K of a step (default: the number of processes); it decides the size
+    of compiled stacks. Raises ValueError for an incomplete group.
     """
 
     def __init__(
@@ -297,6 +331,7 @@ class MuonAdamW(torch.optim.Optimizer):
         reduce: Reduce | None = None,
         compiled: bool | None = None,
         polar_dtype: torch.dtype = torch.float32,
+        num_leaves: int | None = None,
     ) -> None:
         super().__init__(param_groups, defaults={})
         self._params = self._name_params()
@@ -314,12 +349,16 @@ class MuonAdamW(torch.optim.Optimizer):
         if compiled:
             # fullgraph: exceeding torch's recompile_limit is an error
             self._muon_update = torch.compile(muon_update, dynamic=False, fullgraph=True)
+            self._muon_update_stack = torch.compile(
+                muon_update_stack, dynamic=False, fullgraph=True
+            )
             self._adamw_update = torch.compile(
                 adamw_update, dynamic=True, fullgraph=True, options=EAGER_ROUNDING
             )
 
         # the messages, this rank's part of each, and their state
-        self._messages = lay_out(self._params, self._world_size)
+        num_leaves = (num_leaves or self._world_size) if compiled else None
+        self._messages = lay_out(self._params, self._world_size, num_leaves=num_leaves)
         self._mine = [message.parts[self._rank] for message in self._messages]
         self._steps = torch.zeros((), device=self._device)  # live steps, counted on the device
         for part in filter(None, self._mine):
@@ -404,9 +443,15 @@ class MuonAdamW(torch.optim.Optimizer):
 
         # launch the all-gather of each message as soon as its part is updated
         gathers = []
-        update = partial(self._update_message, scalars)
+        pieces = list(zip(self._messages, self._mine, chunks))
+        stacks = []
+        while pieces:
+            size = pieces[0][0].stack
+            stacks.append(pieces[:size])
+            del pieces[:size]
+        update = partial(self._update_stack, scalars)
         with one_thread_each(torch.get_num_threads() if self._eager_on_cpu else 1) as map_updates:
-            updated = map_updates(update, self._messages, self._mine, chunks)
+            updated = chain.from_iterable(map_updates(update, stacks))
             for message, packed in zip(self._messages, updated):
                 gathers.append(message.gather(packed, self._rank))
 
@@ -445,41 +490,49 @@ class MuonAdamW(torch.optim.Optimizer):
         return {**values, "grad_scale": grad_scale, "live": live}
 
     @torch.no_grad()  # the grad mode is per thread
-    def _update_message(
+    def _update_stack(
         self,
         scalars: dict[int, dict[str, Any]],
-        message: Message,
-        part: Part | None,
-        chunk: Tensor,
-    ) -> Tensor:
-        """Update this rank's part of a message; `scalars` are those of each group, by its id.
+        stack: list[tuple[Message, Part | None, Tensor]],
+    ) -> list[Tensor]:
+        """Update this rank's parts of messages; `scalars` are those of each group, by its id.
 
-        Returns the message of parameters, in which only that part is up to date.
+        Returns the messages of parameters, in which only these parts are up to date.
         """
-        packed = message.parameters()
-        if part is None:
+        packed = []
+        mine = []
+        for message, part, chunk in stack:
+            parameters = message.parameters()
+            packed.append(parameters)
+            if part is not None:
+                size = part.stop - part.start
+                param = parameters.split(message.chunk)[self._rank][:size]
+                mine.append((part, param, chunk[:size]))
+        if len(stack) == 1:
+            for part, param, grad in mine:
+                self._update(part, param, grad, **scalars[id(part.group)])
             return packed
-        size = part.stop - part.start
-        param = packed.split(message.chunk)[self._rank][:size]
-        self._update(part, param, chunk[:size], **scalars[id(part.group)])
+        matrices = [self._matrix(*piece) for piece in mine]
+        lists = [list(tensors) for tensors in zip(*matrices)]
+        of_group = scalars[id(stack[0][0].first.group)]
+        self._muon_update_stack(*lists, **of_group, polar_dtype=self._polar_dtype)
         return packed
+
+    def _matrix(self, part: Part, param: Tensor, grad: Tensor) -> list[Tensor]:
+        """The arguments of `muon_update` that belong to one matrix."""
+        shape = part.param.shape
+        return [param.view(shape), grad.view(shape), *self.state[part.param].values()]
 
     def _update(self, part: Part, param: Tensor, grad: Tensor, **scalars: Any) -> None:
         """Update a matrix, or this rank's elements of an AdamW tensor.
 
         `param` and `grad` are flat. `scalars`: those of the part's group.
         """
-        shape = part.param.shape
-        state = self.state[part.param].values()
         if part.group["kind"] == "muon":
-            self._muon_update(
-                param.view(shape),
-                grad.view(shape),
-                *state,
-                **scalars,
-                polar_dtype=self._polar_dtype,
-            )
+            matrix = self._matrix(part, param, grad)
+            self._muon_update(*matrix, **scalars, polar_dtype=self._polar_dtype)
             return
+        state = self.state[part.param].values()
         tensors = [param, grad, *(tensor.view(-1) for tensor in state)]
         block = CPU_BLOCK if self._device.type == "cpu" else len(param)
         for blocks in zip(*(tensor.split(block) for tensor in tensors)):

@@ -246,6 +246,7 @@ def reduce_over_nodes(ranks_per_node: int) -> Reduce:
 SMALL_ELEMENTS = 1 << 16  # AdamW tensors below this are never cut
 GRAINS = 64  # number of grains of a tensor that may be cut
 ALIGNED = 64  # elements: the size of a grain is a multiple of this
+MOST_STACKED = 8  # matrices that one call updates
 
 
 @dataclass(frozen=True)
@@ -289,6 +290,7 @@ class Message:
 
     parts: list[Part | None]  # by rank
     chunk: int
+    stack: int = 1  # a stack of so many messages in a row is updated in one call
 
     def placed(self, message: Tensor) -> list[tuple[Part, Tensor]]:
         """Each part, with the elements of a message (W * chunk,) that belong to it."""
@@ -357,7 +359,22 @@ class Message:
         return finish
 
 
-def lay_out(params: Sequence[Part], world_size: int) -> list[Message]:
+def stack_size(num_matrices: int, num_leaves: int | None) -> int:
+    """How many of a deck's matrices one call updates: the largest divisor of num_matrices / K.
+
+    At most `MOST_STACKED`; 1 if K does not divide num_matrices. Batched products of another number
+    of matrices may round differently, so the number must not depend on W. If W divides K, each rank
+    owns K / W times num_matrices / K matrices: a whole number of stacks.
+    """
+    if num_leaves is None or num_matrices % num_leaves:
+        return 1
+    share = num_matrices // num_leaves
+    return max(size for size in range(1, MOST_STACKED + 1) if share % size == 0)
+
+
+def lay_out(
+    params: Sequence[Part], world_size: int, *, num_leaves: int | None = None
+) -> list[Message]:
     """Lay out whole parameters in messages.
 
     The largest message comes first: the last all-gather overlaps with no update, so it should be
@@ -367,6 +384,8 @@ def lay_out(params: Sequence[Part], world_size: int) -> list[Message]:
     W largest, one to each rank, then the next W, and so on. In each deal, larger parameters go to
     the ranks with fewer elements so far. Every other parameter is a message of its own, with the
     same number of grains for each rank (fewer for the last).
+
+    num_leaves: K, for stacks of matrices; None: no stacks.
     """
     messages = []
     decks: dict[Any, list[Part]] = {}  # the parameters of a single grain
@@ -390,12 +409,16 @@ def lay_out(params: Sequence[Part], world_size: int) -> list[Message]:
 
     # deal out each deck
     load = [0] * world_size  # elements of each rank so far
-    for deck in decks.values():
+    for (kind, _), deck in decks.items():
+        size = 1 if kind == "adamw" else stack_size(len(deck), num_leaves)
+        # matrices in whole stacks of all ranks: the whole deck if W divides K
+        stacked = len(deck) // (size * world_size) * size * world_size
         for first in range(0, len(deck), world_size):
             deal: list[Part | None] = [None] * world_size
             owners = sorted(range(world_size), key=load.__getitem__)
             for part, owner in zip(deck[first : first + world_size], owners):
                 deal[owner] = part
                 load[owner] += part.stop
-            messages.append(Message(deal, deck[first].stop))
+            stack = size if first < stacked else 1
+            messages.append(Message(deal, deck[first].stop, stack))
     return sorted(messages, key=lambda message: -message.chunk)

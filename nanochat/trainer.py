@@ -131,6 +131,7 @@ def make_model(
     model = build_model(settings).to_empty(device=device)
     model.init_weights(seed=settings.seed, compute_dtype=getattr(torch, settings.dtype))
     optimizer = model.setup_optimizer(
+        num_leaves=settings.leaves,
         unembedding_lr=settings.unembedding_lr * scale,
         embedding_lr=settings.embedding_lr * scale,
         scalar_lr=settings.scalar_lr * scale,

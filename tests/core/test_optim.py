@@ -155,12 +155,14 @@ def run_steps(params, optimizer, steps, rank, world_size):
 
 # ---- compiled ------------------------------------------------------------------------------------
 
-TO_COMPILE = {"muon": [(24, 16)] * 3, "small": [(520, 160)]}  # the latter is cut between two ranks
+# two stacks of two matrices; the large tensor is cut between two ranks
+POLAR = optim.polar_express
+TO_COMPILE = {"muon": [(24, 16)] * 4, "small": [(520, 160)]}
 
 
 def three_steps(rank, world_size, compiled=True):
     params = make_params(TO_COMPILE)
-    optimizer = make_optimizer(params, compiled=compiled)
+    optimizer = make_optimizer(params, compiled=compiled, num_leaves=2)
     optimizer.param_groups[0]["ns_steps"] = 1
     run_steps(params, optimizer, range(3), rank, world_size)
     return {"params": values(params), "state": optimizer.gather_state().get("state")}
@@ -209,6 +211,66 @@ def test_compiled_steps_have_the_bits_of_eager_steps_on_one_process_and_two(tmp_
     )
 
 
+def rounded_by_stack(G, steps=5):
+    """Stands for `polar_express` on a GPU, where the number of matrices may decide the kernel."""
+    num = len(G) if G.ndim == 3 else 1
+    return POLAR(G, steps) * (1 + num / 1024)
+
+
+def own_chunk(message, rank, world_size):
+    """A reduction whose sum is the rank's own message."""
+    return lambda: message.view(world_size, -1)[rank].float()
+
+
+def own_matrices(rank, world_size, num_leaves):
+    """{name: value} of the matrices that a simulated rank owns, after two stacked steps.
+
+    There are 1, 3, 8 and 12 matrices of a shape.
+    """
+    params = {}
+    groups = []
+    for num in (1, 3, 8, 12):
+        names = [f"{num}.{i}" for i in range(num)]
+        for i, name in enumerate(names):
+            params[name] = torch.nn.Parameter(randn(3, num + 1, seed=i))
+        groups.append(muon_group([params[name] for name in names], names=names))
+    own = {}
+
+    def keep_own(message, packed, rank):
+        part = message.parts[rank]
+        if part is not None:
+            chunk = packed.split(message.chunk)[rank][: part.stop]
+            part.param.view(-1).copy_(chunk)
+            own[part.name] = part.param
+        return lambda: None
+
+    ranks = mock.patch.object(optim, "get_rank_and_world_size", lambda: (rank, world_size))
+    with ranks, mock.patch.object(reduce.Message, "gather", keep_own):
+        optimizer = MuonAdamW(groups, compiled=True, reduce=own_chunk, num_leaves=num_leaves)
+        for step in range(2):
+            for i, param in enumerate(params.values()):
+                param.grad = randn(*param.shape, seed=100 * step + i)
+            optimizer.step()
+    return as_bytes(values(own))
+
+
+def test_stacked_steps_have_the_same_bits_for_every_number_of_processes_that_divides_the_leaves(
+    monkeypatch,
+):
+    """On simulated ranks, with a `polar_express` whose result depends on the size of its stack."""
+    monkeypatch.setattr(dist, "all_reduce", lambda table: None)
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+    monkeypatch.setattr(optim, "polar_express", rounded_by_stack)
+    alone = own_matrices(0, 1, num_leaves=4)
+    assert len(alone) == 24
+    for W in (2, 4):
+        shared = {}
+        for rank in range(W):
+            shared |= own_matrices(rank, W, num_leaves=4)
+        assert shared == alone
+    assert own_matrices(0, 1, num_leaves=1) != alone, "the case: the size of a stack matters"
+
+
 def test_compiled_adamw_asks_inductor_for_the_rounding_of_eager_kernels(monkeypatch):
     """Regression: on CUDA, compiled AdamW contracted to FMA and divided approximately."""
     from torch._inductor import config
@@ -220,6 +282,7 @@ def test_compiled_adamw_asks_inductor_for_the_rounding_of_eager_kernels(monkeypa
     MuonAdamW([adamw_group([torch.nn.Parameter(torch.ones(3))])], compiled=True)
     options = calls[optim.adamw_update]["options"]
     assert "options" not in calls[optim.muon_update]
+    assert "options" not in calls[optim.muon_update_stack]
     with config.patch(options):
         assert config.emulate_precision_casts
         assert config.eager_numerics.division_rounding and config.eager_numerics.disable_ftz
@@ -228,7 +291,7 @@ def test_compiled_adamw_asks_inductor_for_the_rounding_of_eager_kernels(monkeypa
 @pytest.mark.parametrize(
     ("rank", "world_size", "expected"),
     [
-        (0, 1, [9] * 4 + [12, 13, 13]),
+        (0, 1, [12, 13, 13, 5 + 4 * 3] + [5 + 4 * 5] * 3),  # stacks of 3 gates and of 5 others
         (2, 3, [9] * 4 + [13, 14, 14]),
         (5, 8, [9] * 2 + [13, 14, 14]),
     ],
@@ -257,9 +320,7 @@ def test_few_graphs_serve_all_parameters_and_too_many_are_an_error(
             optimizer = MuonAdamW(
                 model.param_groups(),
                 compiled=True,
-                reduce=lambda message, rank, world_size: (
-                    lambda: message.view(world_size, -1)[rank].float()
-                ),
+                reduce=own_chunk,
             )
         for step in range(3):
             for param in model.parameters():

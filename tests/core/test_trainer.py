@@ -128,6 +128,20 @@ def waits_of_a_step(**changed):
     return waits.seen
 
 
+class Reached(Exception): ...
+
+
+def test_a_run_tells_its_optimizer_its_number_of_leaves():
+    """Regression: with the number of processes instead, the bits of a GPU's products follow it."""
+    settings = Settings(depth=1, vocab_size=32, max_seq_len=T, leaves=4, dtype="float32")
+    horizon = SimpleNamespace(batch_lr_scale=1.0, weight_decay_scaled=0.0)
+    start = SimpleNamespace(settings=settings, horizon=horizon)
+    with mock.patch.object(gpt.GPT, "setup_optimizer", side_effect=Reached) as setup:
+        with pytest.raises(Reached):
+            trainer.make_model(start, mock.Mock(), torch.device("cpu"))
+    assert setup.call_args.kwargs["num_leaves"] == 4
+
+
 @pytest.mark.parametrize(
     "changed",
     [

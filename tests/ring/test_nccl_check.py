@@ -2,6 +2,7 @@
 
 import os
 import re
+from unittest import mock
 
 import pytest
 import torch
@@ -65,6 +66,19 @@ def test_processes_share_a_gpu_through_gloo_only_if_there_are_too_few(
     monkeypatch.setenv("LOCAL_RANK", "1")
     assert nccl_check.share_gpus() == bool(backends)
     assert (os.environ["LOCAL_RANK"], joined) == (local_rank, backends)
+
+
+class Reached(Exception): ...
+
+
+def test_its_steps_stack_matrices_by_leaves_and_not_by_processes(monkeypatch):
+    """Otherwise the steps would fail on GPUs, whose batched products round by the number of
+    matrices."""
+    setup = mock.Mock(side_effect=Reached)
+    monkeypatch.setattr(nccl_check.GPT, "setup_optimizer", setup)
+    with pytest.raises(Reached):
+        nccl_check.train(4, 0, 1, torch.device("cpu"), tiny=True)
+    assert setup.call_args.kwargs == {"num_leaves": 4}
 
 
 def lose_a_broadcast():

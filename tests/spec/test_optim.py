@@ -6,7 +6,13 @@ import numpy as np
 import pytest
 import torch
 
-from nanochat.optim import POLAR_EXPRESS, MuonAdamW, muon_update, polar_express
+from nanochat.optim import (
+    POLAR_EXPRESS,
+    MuonAdamW,
+    muon_update,
+    muon_update_stack,
+    polar_express,
+)
 from tests.toy import assert_same_sums
 from tests.training import as_bytes
 
@@ -139,6 +145,30 @@ def test_muon_equals_the_formula_in_float64_also_for_tiny_gradients(shape, scale
     np.testing.assert_allclose(param.numpy(), expected, rtol=0, atol=1e-4)
     assert np.abs(undecayed - expected).max() > 0.01
     assert scale == 1 or np.abs(unscaled - expected).max() > 0.01, "the case: the floors matter"
+
+
+@pytest.mark.parametrize("shape", [(40, 24), (24, 40), (1, 12)])
+def test_a_stack_of_matrices_is_updated_like_each_of_them(shape):
+    def matrices(scale):
+        return [randn(*shape, seed=seed) * scale**seed for seed in range(3)]
+
+    of_neurons = (shape[0], 1) if shape[0] >= shape[1] else (1, shape[1])
+    alone = (*map(matrices, (1, 0.1, 0.5)), [torch.rand(of_neurons) for _ in range(3)])
+    stacked = [[tensor.clone() for tensor in tensors] for tensors in alone]
+    settings = {
+        "lr": 0.1,
+        "momentum": 0.9,
+        "beta2": 0.8,
+        "weight_decay": 0.3,
+        "grad_scale": torch.tensor(0.5),
+        "live": torch.ones(()),
+    }
+    for tensors in zip(*alone):
+        muon_update(*tensors, **settings)
+    muon_update_stack(*stacked, **settings)
+    for ours, theirs in zip(stacked, alone):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+    assert torch.equal(stacked[1][2], matrices(0.1)[2]), "gradients stay"
 
 
 # ---- one process ---------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from nanochat.reduce import (
     add_in_tree_order,
     lay_out,
     reduce_over_nodes,
+    stack_size,
     tree_reduce,
 )
 from tests.gloo import on_ranks
@@ -182,3 +183,54 @@ def test_gather_works_with_the_name_of_older_torch(monkeypatch):
     params, message = two_parameters(torch.float32)
     message.gather(message.parameters(), 0)()
     assert [param.tolist() for param in params] == [[0.0] * 5, [1.0] * 5]
+
+
+# ---- stacks of matrices --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("num_matrices", "num_leaves", "expected"),
+    # 6 of 48 / 8; 8 of 48; 7 of 14; 1 of 11; 8 does not divide 12
+    [(48, 8, 6), (48, 1, 8), (14, 1, 7), (11, 1, 1), (12, 8, 1)],
+)
+def test_a_stack_is_the_largest_divisor_of_a_leafs_share(num_matrices, num_leaves, expected):
+    assert stack_size(num_matrices, num_leaves) == expected
+
+
+@settings(max_examples=examples(1))
+@given(
+    decks=st.lists(st.integers(1, 50), min_size=1, max_size=4),
+    log_k=st.integers(0, 4),
+    W=st.integers(1, 17),
+    small=st.integers(0, 5),
+)
+def test_the_sizes_of_stacks_depend_on_the_leaves_and_not_on_the_number_of_processes(
+    decks, log_k, W, small
+):
+    """If W divides K, a deck has stacks of one size; else some of its messages may be alone."""
+    K = 1 << log_k
+    params = []
+    for deck, num_matrices in enumerate(decks):
+        group = {"kind": "muon"}
+        for i in range(num_matrices):
+            # all matrices have 24 elements, so that only their groups separate their messages
+            matrix = torch.empty(4, 6) if deck % 2 else torch.empty(6, 4)
+            params.append(Part(f"{deck}.{i}", matrix, group, 0, 24))
+    for i in range(small):
+        params.append(Part(f"small.{i}", torch.empty(24), {"kind": "adamw"}, 0, 24))
+    messages = lay_out(params, W, num_leaves=K)
+
+    sizes = {}
+    while messages:
+        stack = messages[: messages[0].stack]
+        del messages[: len(stack)]
+        assert {message.stack for message in stack} == {len(stack)}
+        names = [part.name for message in stack for part in message.parts if part]
+        of_decks = {name.partition(".")[0] for name in names}
+        assert len(of_decks) == 1
+        sizes.setdefault(of_decks.pop(), set()).add(len(stack))
+        assert len(stack) == 1 or len(names) == len(stack) * W, "each rank owns a matrix of each"
+    assert sizes.pop("small", {1}) == {1}
+    for deck, of_deck in sizes.items():
+        size = stack_size(decks[int(deck)], K)
+        assert of_deck == {size} if K % W == 0 else of_deck <= {1, size}

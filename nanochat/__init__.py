@@ -41,9 +41,10 @@ A run, from its command to its end:
     run_journal      where steps and events go          run_state        where a run stands
     run_reader       what a run recorded                sinks            trackers, and a fork's own
     fork             a run that continues another       run_history      forks: who took which step
-    any_step         RUN@STEP, saved or not             mirror           a copy of the run elsewhere
-    mirror_owner     who may write that copy            mirror_store     where it lies
-    mirror_marks     what it holds of each save         mirror_fetch     from it to an empty machine
+    run_curves       its log as curves                  any_step         RUN@STEP, saved or not
+    mirror           a copy of the run elsewhere        mirror_owner     who may write that copy
+    mirror_store     where it lies                      mirror_marks     what it holds of each save
+    mirror_fetch     from it to an empty machine
 
 The floor: `common` (files, JSON, hashes), `cli` (flags; `old_flags`), `dist` (processes).
 

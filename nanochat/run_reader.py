@@ -186,12 +186,17 @@ class RunReader:
     def _records(self) -> list[LogRecord]:
         """The records of the log in the order written; events are checked."""
         records = []
+        layouts: dict[tuple[str, ...], tuple[str, ...]] = {}
         for record in iter_log(self.log_path):
             if type(record.get("step")) is not int:
                 continue
             if not is_step(record):
                 self._check_record(record, EVENTS.get(str(record["event"])))
-            records.append(record)
+            # The parser makes new strings of the names in each line, which would be a third of the
+            # memory of a long log: share those of the first line with the same names.
+            names = tuple(record)
+            names = layouts.setdefault(names, names)
+            records.append(dict(zip(names, record.values())))
         return records
 
     @cached_property
@@ -208,8 +213,13 @@ class RunReader:
         """The last line of each step, ascending."""
         last = {record["step"]: record for record in self._records if is_step(record)}
         steps = [last[step] for step in sorted(last)]
+        checked = set()
         for record in steps:
-            self._check_record(record, STEP)
+            # what is checked depends on names and types alone, of which a long log has a few
+            layout = (*record, *map(type, record.values()))
+            if layout not in checked:
+                self._check_record(record, STEP)
+                checked.add(layout)
         return steps
 
     @cached_property
@@ -337,28 +347,6 @@ class RunReader:
             origin["FLOPs"] = axes["FLOPs"] * self.fork.tokens / first["tokens"]
             origin["hours"] = axes["hours"] - first["step_s"] / 3600
         return origin
-
-    def mix(self) -> dict[str, list[float]]:
-        """{bucket: its share of the tokens in a window that ends at each logged step}.
-
-        A window has a fiftieth of all steps, at least 20. Empty for a run with one bucket.
-        """
-        import numpy as np
-
-        every_name = {name for step in self.steps for name in step}
-        columns = sorted(name for name in every_name if name.startswith("tokens/"))
-        counts = np.array([[step.get(name) or 0 for name in columns] for step in self.steps], float)
-        if not counts.size:
-            return {}
-
-        # sums over the window that ends at each step
-        window = max(20, len(counts) // 50)
-        sums = counts.cumsum(axis=0)
-        sums[window:] -= sums[:-window].copy()
-
-        shares = sums / np.maximum(sums.sum(axis=1, keepdims=True), 1)
-        buckets = [name.removeprefix("tokens/") for name in columns]
-        return dict(zip(buckets, shares.T.tolist()))
 
     @cached_property
     def evaluation(self) -> dict[str, Any]:

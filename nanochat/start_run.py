@@ -514,9 +514,12 @@ def _first_cursors(start: Start, data: RunData) -> list[dict[str, Any]] | None:
         return stream.cursors()
 
 
-def open_run(run_dir: Path) -> tuple[RunData, Any, Settings]:
+def open_run(
+    run_dir: Path, data_path: str | None = None, val_path: str | None = None
+) -> tuple[RunData, Any, Settings]:
     """(data, stream settings, resolved settings) of a run, from its directory alone. The files on
-    disk are compared with their pins first. FileNotFoundError if the run has pinned no files."""
+    disk are compared with their pins first. `data_path`, `val_path`: where the files are now, if
+    they were moved. FileNotFoundError if the run has pinned no files."""
     settings = Settings.from_json(read_config(run_dir))
     manifests = read_manifests(run_dir / DATA_MANIFEST)
     begin_launch(settings.data_cache)
@@ -524,7 +527,9 @@ def open_run(run_dir: Path) -> tuple[RunData, Any, Settings]:
         raise FileNotFoundError(
             f"{run_dir / DATA_MANIFEST}: missing, so this run has read no data; start it first"
         )
-    manifests = check_files(manifests)
+    folder = data_path and data_at(os.path.expanduser(data_path)).folder
+    val_folder = val_path and data_at(os.path.expanduser(val_path)).folder
+    manifests = check_files(manifests, folder or None, val_folder or None)
     tokenizer, config = get_tokenizer(run_dir / "tokenizer"), stream_config(settings)
     return open_data(manifests, tokenizer, as_stored=not config.framed), config, settings
 

@@ -10,6 +10,7 @@ no GPU.
     python -m scripts.inspect_data ledger mine                          # where every token went
     python -m scripts.inspect_data rows --config=runs/laptop.yaml --data-path=mytext --step=0      # before a run
     python -m scripts.inspect_data rows mine.json --step=17 --data-path=mytext      # a receipt (scripts.receipt)
+    python -m scripts.inspect_data rows mine --step=17 --data-path=/elsewhere       # a run whose data was moved
 
 Steps are optimizer steps, counted from 0. To show a step, the command restores the nearest saved
 cursors before it and packs the steps in between again, so any step of a long run takes seconds:
@@ -68,6 +69,8 @@ from scripts.receipt import open_receipt
 log = logging.getLogger(__name__)
 
 LINES = 40  # documents that the table of a step shows
+PASSES = 16  # lines that `find` prints for a document that was read in more passes
+STEPS = 8  # rows that such a line names, if there are no more
 DOCUMENTS, TRACED = 20, 200  # matches that --text shows, and that it follows through the run
 OUTLIER = 4  # robust deviations above the preceding steps
 AROUND = 8  # steps before a spike that define the usual loss of a bucket
@@ -79,6 +82,9 @@ epoch: pass over the data; start, stop: its tokens from start to before stop; of
 FIND_LEGEND = """\
 epoch: pass over the data; row: its number in the step; lane: the virtual reader; start, stop: its tokens from start
 to before stop are in the row; loss: the row's mean; numbers count from 0"""
+PASSES_LEGEND = """\
+epochs: passes over the data; rows: how many use it in these epochs; tokens: how many of its tokens are in them; loss:
+their mean; step:row: which rows, the first and the last of many; numbers count from 0; --json prints every row"""
 SEEN_LEGEND = """\
 shared, of: how many of the item's n-grams are in the document, and how many it has; loss before: of the row, at the
 first step that trained on the item; loss after: at the last later one; steps: those whose rows share its n-grams
@@ -86,6 +92,9 @@ n: words of an n-gram; in the data: items that share one with a training documen
 one of; numbers count from 0, lines from 1"""
 JUDGED = ("loss", "grad_norm")  # the numbers of a step in which spikes are looked for
 WORDS = 60  # characters shown from the beginning of a document
+PLACES = ("data_path", "val_path")  # the settings that a run may also get here
+MovedTo = tuple[str | None, str | None]  # the values of PLACES; None: where the run read it
+NOT_MOVED: MovedTo = (None, None)
 
 
 # ---- a stream that can be entered at any step ---------------------------------------------------
@@ -102,6 +111,7 @@ class Opened:
     rows_per_step: int
     begin: list[Cursor] | None = None
     first_step: int = 0  # of the run; a fork has those before it in its parent
+    moved_to: MovedTo = NOT_MOVED
 
     @property
     def rows_per_lane(self) -> int:
@@ -168,21 +178,20 @@ def check_needs_no_run(args: argparse.Namespace, is_receipt: bool) -> None:
 def open_named_stream(args: argparse.Namespace) -> Opened:
     """The stream that the command line names. ValueError or FileNotFoundError if it names none."""
     settings = from_flags(args)
+    given = [name for name in settings.differing() if name != "run"]
     receipt = Path(args.run or "")
     is_receipt = receipt.suffix == ".json" and receipt.is_file()
-    given = [flag(name) for name in settings.differing() if name != "run"]
-    only_flags = given and args.run is None
-    if is_receipt or only_flags:
-        check_needs_no_run(args, is_receipt)
+    is_run = not is_receipt and (args.run is not None or not given)
+    if is_run:
+        if not {*given} <= {*PLACES}:
+            raise ValueError(
+                f"{args.run} and {', '.join(map(flag, given))}: a run has its own settings; pass a run or "
+                f"flags, not both (only --data-path and --val-path, for a run whose data was moved)"
+            )
+        return open_stream_of(find_run(args.run), (settings.data_path, settings.val_path))
+    check_needs_no_run(args, is_receipt)
     if is_receipt:
         return open_stream_of_receipt(receipt, settings, args)
-    if not given:
-        return open_stream_of(find_run(args.run))
-    if args.run is not None:
-        raise ValueError(
-            f"{args.run} and {', '.join(given)}: a run has its own settings; pass a run or flags, "
-            f"not both"
-        )
     settings, tokenizer = command(settings, 1, "cpu")
     settings = replace(settings, model_tag=f"inspect-{os.getpid()}")  # the name of a new run
     run = find_data(inspect_run(settings, torch.device("cpu")), tokenizer)
@@ -202,13 +211,13 @@ def open_stream_of_receipt(receipt: Path, settings: Settings, args: argparse.Nam
     return Opened(RunReader(receipt), *open_receipt(receipt, settings, last))
 
 
-def open_stream_of(run_dir: Path) -> Opened:
+def open_stream_of(run_dir: Path, moved_to: MovedTo = NOT_MOVED) -> Opened:
     """The stream of a run. ValueError or FileNotFoundError if its data has changed or is
     missing."""
-    data, config, settings = open_run(run_dir)
+    data, config, settings = open_run(run_dir, *moved_to)
     run = RunReader(run_dir)
     rows_per_step = settings.total_batch_size // config.T
-    return Opened(run, data, config, rows_per_step, first_step=run.first_step)
+    return Opened(run, data, config, rows_per_step, first_step=run.first_step, moved_to=moved_to)
 
 
 def warn_untrained(opened: Opened, last: int) -> None:
@@ -789,7 +798,7 @@ def show_find(opened: Opened, args: argparse.Namespace) -> int:
     if args.texts or args.core:
         return show_items(opened, args)
     losses_of = lru_cache(None)(partial(recorded_losses, opened.run))
-    any_rows = False
+    legends: dict[str, None] = {}
     for traced in named_documents(opened, args):
         split, document, _ = traced
         source = (opened.data.train if split == "train" else opened.data.val)[document.bucket]
@@ -812,36 +821,95 @@ def show_find(opened: Opened, args: argparse.Namespace) -> int:
         print(f"{visible(document.name)} ({document.bucket}{kind}): {visible(words)}")
         if origin is not None:
             print(f"it begins at line {origin.line:,} of {visible(origin.file)}")
-        any_rows |= print_passes(opened, passes, with_text=bool(args.text))
+        legends[print_passes(opened, passes, with_text=bool(args.text))] = None
         reason = remark(opened, traced, left_out)
         if reason:
             print(reason)
-    if any_rows:
-        print(FIND_LEGEND)
+    for legend in filter(None, legends):
+        print(legend)
     return 0
 
 
-def print_passes(opened: Opened, passes: list[dict[str, Any]], *, with_text: bool) -> bool:
-    """Print a table of the rows that used a document, and what became of its other tokens. Returns
-    whether there are rows."""
+def print_passes(opened: Opened, passes: list[dict[str, Any]], *, with_text: bool) -> str:
+    """Print the rows that used a document, and what became of its other tokens: a line per row, or,
+    of more than PASSES passes, a line for several passes. Returns the legend; "" without rows."""
+    used = [of_epoch for of_epoch in passes if of_epoch["uses"]]
+    if opened.run.outcome == "completed":  # leave out epochs that the run may never have begun
+        passes = [of_epoch for i, of_epoch in enumerate(passes) if of_epoch["uses"] or i == 0]
+    if len(used) > PASSES:
+        print_groups(used, with_text=with_text)
+        print_endings(passes)
+        return PASSES_LEGEND
+
     columns = ["epoch", "step", "row", "lane", "start", "stop", "loss"]
     if with_text:
         columns.append("has_text")
     lines = []
-    for of_epoch in passes:
+    for of_epoch in used:
         for use in of_epoch["uses"]:
             lines.append([use[name] for name in columns])
     if lines:
         print(*table(columns, lines), sep="\n")
-    if opened.run.outcome == "completed":  # leave out epochs that the run may never have begun
-        passes = [of_epoch for i, of_epoch in enumerate(passes) if of_epoch["uses"] or i == 0]
     for ending, same in groupby(passes, key=lambda of_epoch: of_epoch["fate"]):
-        epochs = [of_epoch["epoch"] for of_epoch in same]
-        if not ending:
-            continue
-        name = f"epochs {epochs[0]} to {epochs[-1]}" if len(epochs) > 1 else f"epoch {epochs[0]}"
-        print(f"{name}: {ending}")
-    return bool(lines)
+        if ending:
+            print(f"{epochs_text([*same])}: {ending}")
+    return FIND_LEGEND if lines else ""
+
+
+def print_groups(passes: Sequence[Mapping[str, Any]], *, with_text: bool) -> None:
+    """Print a table of at most PASSES lines, which sum up the rows of all passes."""
+    columns = ["epochs", "rows", "tokens", "loss"]
+    if with_text:
+        columns.append("has_text")
+    size = -(-len(passes) // PASSES)
+    lines = []
+    for first in range(0, len(passes), size):
+        group = passes[first : first + size]
+        uses = [use for of_epoch in group for use in of_epoch["uses"]]
+        tokens = sum(use["stop"] - use["start"] for use in uses)
+        losses = [use["loss"] for use in uses if use["loss"] is not None]
+        loss = math.fsum(losses) / len(losses) if losses else None
+        line = [ranges([of_epoch["epoch"] for of_epoch in group]), len(uses), tokens, loss]
+        if with_text:
+            line.append(sum(use["has_text"] for use in uses))
+        names = [f"{use['step']}:{use['row']}" for use in uses]
+        if len(names) > STEPS:
+            names = [*names[: STEPS - 2], "...", names[-1]]
+        lines.append([*line, " ".join(names)])
+    print(f"{len(passes):,} passes, up to {size} in a line:")
+    print(*table([*columns, "step:row"], lines), sep="\n")
+
+
+def print_endings(passes: Sequence[Mapping[str, Any]]) -> None:
+    """Print what became of the tokens that are in no row, once for all passes that it happened in."""
+    endings: dict[str, list[Mapping[str, Any]]] = {}
+    for of_epoch in passes:
+        ending = of_epoch["fate"]
+        if of_epoch["cropped_after"] is not None:
+            ending = "cropped"
+        endings.setdefault(ending, []).append(of_epoch)
+    for ending, same in endings.items():
+        if ending == "cropped":
+            kept = [of_epoch["cropped_after"] for of_epoch in same]
+            ending += f", with {min(kept):,} to {max(kept):,} of its tokens in rows"
+        if ending:
+            print(f"{epochs_text(same)}: {ending}")
+
+
+def epochs_text(passes: Sequence[Mapping[str, Any]]) -> str:
+    """The epochs of passes, such as "epochs 0 to 5, 7"."""
+    noun = "epochs" if len(passes) > 1 else "epoch"
+    return f"{noun} {ranges([of_epoch['epoch'] for of_epoch in passes])}"
+
+
+def ranges(numbers: Sequence[int]) -> str:
+    """Ascending numbers as text: "0 to 5, 7"."""
+    parts: list[str] = []
+    for _, run in groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0]):
+        members = [number for _, number in run]
+        first, last = members[0], members[-1]
+        parts.append(f"{first} to {last}" if last > first else str(first))
+    return ", ".join(parts)
 
 
 def show_ledger(opened: Opened, args: argparse.Namespace) -> int:
@@ -882,7 +950,7 @@ def lineage(opened: Opened) -> Iterator[tuple[Opened, int]]:
             )
             return
         end = run.fork.step
-        opened = open_stream_of(run.parent_dir)
+        opened = open_stream_of(run.parent_dir, opened.moved_to)
 
 
 def learned_documents(opened: Opened, names: Sequence[str]) -> list[DocumentPlace]:
@@ -1108,10 +1176,11 @@ def add_run(
     reads a run's log, which neither flags nor a receipt have."""
     parser.set_defaults(main=main)
     which = " (default: the only run)"
+    parser.epilog = "A run whose data was moved also takes --data-path=DIR and --val-path=DIR."
     if not needs_log:
         which = ", or a receipt (default: the only run, if no base_train flag is given)"
-        parser.epilog = (
-            "Instead of RUN: any flags of scripts.base_train, whose --help lists them. A receipt needs "
+        parser.epilog += (
+            " Instead of RUN: any flags of scripts.base_train, whose --help lists them. A receipt needs "
             "--data-path, and takes --tokenizer and --eod-token."
         )
     parser.add_argument("run", metavar="RUN", nargs="?", help=f"a run's name or folder{which}")

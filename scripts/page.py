@@ -7,15 +7,12 @@ settings.
 
 In the charts, a fork's curves start at the step where it branches off from its parent.
 
-    run directory --nanochat.run_reader--> curves, launches --> JSON --plotly--> charts
+    run directory --nanochat.run_reader--> launches --nanochat.run_curves--> JSON --plotly--> charts
                                      '---> tables, sentences --> HTML, escaped
 
-Every number in a log line of a step becomes a curve, every number in an event a curve of points,
-and all other events are marks on the timeline. A value that you add to the log therefore needs no
-change here. The page is scripts/page.html with its placeholders filled in. plotly is embedded,
-compressed (1.9 MB of base64 instead of 4.8 MB), and a content policy keeps the browser from loading
-anything else. If a run is too long for the page,
-only the step with the highest loss in each block is drawn, so spikes stay visible.
+Events that are not drawn as curves are marks on the timeline. The page is scripts/page.html with its
+placeholders filled in. plotly is embedded, compressed (1.9 MB of base64 instead of 4.8 MB), and a
+content policy keeps the browser from loading anything else.
 """
 
 import base64
@@ -23,7 +20,7 @@ import gzip
 import json
 import re
 import time
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from pathlib import Path
@@ -32,13 +29,25 @@ from typing import Any
 from nanochat.cli import Parser, run_main
 from nanochat.common import counted, duration, show, write_bytes
 from nanochat.config import current
+from nanochat.run_curves import (
+    BPB,
+    LOSS,
+    WAIT,
+    Curve,
+    band_series,
+    drawable,
+    kept_steps,
+    mix_series,
+    point_series,
+    step_series,
+)
 from nanochat.run_dir import CONFIG_NAME, find_run, list_runs, run_path
 from nanochat.run_reader import (
-    ENDS,
     Launch,
+    LogRecord,
     RunReader,
+    Table,
     differing_settings,
-    flat_numbers,
     ledger_table,
     tree_of,
 )
@@ -48,45 +57,34 @@ from scripts.report import sentences_about
 
 ROOM = 1_000_000  # bytes of JSON; the whole page stays below 4 MB
 WATCH_EVERY_S = 10
-BAND_POINTS = 500  # maximum number of steps for which the band of row losses is drawn
 AXES = ("steps", "tokens", "FLOPs", "hours")
-LOSS = "Loss, nats per token"
-BPB = "Validation bits per byte"
-BUCKETS = "Loss by bucket, smoothed"
-WAIT = "Data wait, ms per step"
-# {number in a log line: (title of its chart, factor)}; any other number has a chart with its own
-# name as the title
-CHARTS = {
-    "loss": (LOSS, 1),
-    "smooth_loss": (LOSS, 1),
-    "lr": ("Learning rate, relative to its peak", 1),
-    "grad_norm": ("Gradient norm", 1),
-    "tokens_per_s": ("Tokens/s", 1),
-    "mfu": ("Model FLOPs utilization, %", 100),
-    "wait_s": (WAIT, 1000),
-    "peak_memory_bytes": ("Peak memory, GB", 1e-9),
-}
-# numbers that are axes, not curves; events that become marks even if they have numbers
-NOT_DRAWN = ("step", "time", "tokens", "step_s", "total_training_flops", "total_training_time")
-MARKS = ("saved", "save_failed", "dropped", "skipped", "started", "samples", "wandb", *ENDS)
+FEW = 3  # of more runs, only smoothed curves are drawn, and settings and history are folded
 # CSS class by terminal color
 TONES = {status.GREEN: "good", status.YELLOW: "wait", status.RED: "bad"}
 
-Curve = dict[str, Any]  # made by `series`
-
 
 class Run(RunReader):
-    """A run on the page. `index` selects its color."""
+    """A run on the page, one of `num_runs`.
 
-    def __init__(self, run_dir: Path, index: int) -> None:
+    `index` selects its color; `depth` is its depth in the tree of forks.
+    """
+
+    def __init__(self, run_dir: Path, index: int, *, depth: int = 0, num_runs: int = 1) -> None:
         super().__init__(run_dir)
         self.index = index
+        self.depth = depth
+        self.is_one_of_several = num_runs > 1
+        self.is_one_of_many = num_runs > FEW
         self.state = self.status()
         self.step_axes = self.axes()
 
     @property
     def alive(self) -> bool:
         return self.state["liveness"] == "alive"
+
+    def end_of(self, launch: Launch) -> str:
+        """How a launch ended; "" if it runs."""
+        return launch.end or ("" if self.alive else "killed")
 
     def position(self, done: int) -> dict[str, float]:
         """The position on each axis after `done` steps."""
@@ -100,178 +98,39 @@ class Run(RunReader):
         return position
 
 
-# ---- curves -------------------------------------------------------------------------------------
+# ---- charts -------------------------------------------------------------------------------------
 
 
-def drawable(record: Mapping[str, Any]) -> dict[str, float]:
-    """The numbers of a log record that are drawn as curves."""
-    if record.get("event") in MARKS:
-        return {}
-    numbers = dict(flat_numbers(record))
-    for name in NOT_DRAWN:
-        numbers.pop(name, None)
-    return numbers
+def is_mark(event: LogRecord) -> bool:
+    """Whether an event is a mark on the timeline, not a point of a curve."""
+    return event["event"] not in ("wandb", "samples", "ranks") and not drawable(event)
 
 
-def smooth(values: Sequence[float | None]) -> list[float | None]:
-    """A running mean, computed like `smooth_loss`; None stays None."""
-    means: list[float | None] = []
-    total = weight = 0.0
-    for value in values:
-        if value is None:
-            means.append(None)
-            continue
-        total = 0.9 * total + 0.1 * value
-        weight = 0.9 * weight + 0.1
-        means.append(total / weight)
-    return means
+def event_text(event: LogRecord) -> tuple[str, str]:
+    """(what happened, details) of an event."""
+    kind = event["event"]
+    if kind == "dropped":
+        return f"bucket {event['bucket']} ran dry", f"in {counted(event['lanes'], 'lane')}"
+    values = []
+    for name, value in event.items():
+        if name not in ("event", "step", "time", "digest", "skipped"):
+            values.append(f"{name} {show(value)}")
+    what = "spike skipped" if kind == "skipped" else kind.replace("_", " ")
+    return what, ", ".join(values)
 
 
-def series(chart: str, name: str, y: list[Any], look: str = "line", bucket: str = "") -> Curve:
-    """A curve for page.html.
-
-    `look`: raw, line, points, plan, or edge and band, between which the area is filled.
-    """
-    return {"chart": chart, "name": name, "y": y, "look": look, "bucket": bucket}
-
-
-def step_series(run: RunReader) -> Iterator[Curve]:
-    """Curves with one value per step."""
-    names: dict[str, None] = {}
-    for step in run.steps:
-        names |= dict.fromkeys(drawable(step))
-    for name in names:
-        values = [step.get(name) for step in run.steps]
-        group, _, bucket = name.partition("/")
-        if group == "loss" and bucket:
-            yield series(BUCKETS, bucket, smooth(values), bucket=bucket)
-            continue
-        if group == "tokens" or not any(values):
-            continue
-        title, factor = CHARTS.get(name, (name, 1))
-        scaled = [None if value is None else factor * value for value in values]
-        label = "smoothed" if name == "smooth_loss" else name
-        look = "raw" if name == "loss" else "line"
-        yield series(title, label, scaled, look)
-
-
-def planned_mix(run: RunReader) -> list[dict[str, float]]:
-    """What the curriculum asks of each bucket, {bucket: tokens}, at each step; [] without phases."""
-    phases = run.phases
-    if not phases:
-        return []
-    begins = [phase["first_step"] for phase in phases]
-    plans = []
-    for step in run.steps:
-        current = max(0, bisect_right(begins, step["step"]) - 1)
-        plans.append(phases[current]["asked"])
-    return plans
-
-
-def mix_series(run: RunReader, chart: str) -> Iterator[Curve]:
-    """The shares of the buckets, as trained and as planned."""
-    plans = planned_mix(run)
-    for bucket, share in run.mix().items():
-        yield series(chart, bucket, share, bucket=bucket)
-        if not plans:
-            continue
-        planned = []
-        for asked in plans:
-            total = max(1, sum(asked.values()))
-            planned.append(asked.get(bucket, 0) / total)
-        yield series(chart, f"{bucket}, planned", planned, "plan", bucket)
-
-
-def point_series(run: RunReader) -> Iterator[Curve]:
-    """Curves of the numbers in events, mainly validation results.
-
-    `steps`: the steps done at each point.
-    """
-    curves: dict[str, dict[int, float]] = {}
-    for event in run.events:
-        for name, value in drawable(event).items():
-            points = curves.setdefault(name, {})
-            points[event["step"]] = value
-    val_buckets = run.manifests.get("val", {})
-    validation = BPB if "bpb" in curves else "Validation loss, nats per token"
-    for name, points in curves.items():
-        group, _, part = name.partition("/")
-        if group == "buckets" and len(val_buckets) < 2:  # a single bucket repeats the total
-            continue
-        chart = validation if group in ("bpb", "loss", "buckets") else group
-        curve = series(chart, part or name, [*points.values()], "points", part)
-        curve["steps"] = [*points]
-        yield curve
-
-
-def row_tenths(run: RunReader, step: int) -> tuple[float, float] | None:
-    """The 10th and 90th percentile of the row losses of a step, in nats per token.
-
-    None without finite ones. FileNotFoundError if the step has none: older versions could leave
-    them out.
-    """
-    import numpy as np
-
-    nats, live = run.row_losses.read(step)
-    trained = live > 0
-    if not trained.any():
-        return None
-    losses = nats[trained] / live[trained]
-    low, high = np.quantile(losses, [0.1, 0.9])
-    if not np.isfinite([low, high]).all():
-        return None
-    return float(low), float(high)
-
-
-def band_series(run: RunReader) -> Iterator[Curve]:
-    """The 10th and 90th percentile of the row losses of at most BAND_POINTS `steps`.
-
-    Nothing if none are recorded.
-    """
-    if not (run.run_dir / "logs" / "rows").is_dir():
-        return
-    lows: dict[int, float] = {}
-    highs: dict[int, float] = {}
-    stride = max(1, -(-len(run.steps) // BAND_POINTS))
-    for record in run.steps[::stride]:
-        step = record["step"]
-        try:
-            tenths = row_tenths(run, step)
-        except FileNotFoundError:
-            continue
-        if tenths is not None:
-            lows[step], highs[step] = tenths
-    if lows:
-        edge = series(LOSS, "10 % of rows", [*lows.values()], "edge")
-        band = series(LOSS, "10 to 90 % of rows", [*highs.values()], "band")
-        yield edge | {"steps": [*lows]}
-        yield band | {"steps": [*highs]}
-
-
-def marks_of(run: Run, launch: Launch) -> list[dict[str, Any]]:
-    """A mark for each save, skipped step and other event of a launch that is not drawn as points."""
-    marks = []
-    for event in launch.events:
-        kind = event["event"]
-        if kind in ("wandb", "samples") or drawable(event):
-            continue
-        values = []
-        for name, value in event.items():
-            if name not in ("event", "step", "time"):
-                values.append(f"{name} {show(value)}")
-        step = event["step"]
-        text = f"{kind} at step {step:,}: {', '.join(values)}"
-        mark = {"at": run.position(step), "kind": kind, "text": text}
-        marks.append(mark)
-    return marks
+def marks_of(run: Run, launch: Launch) -> Iterator[dict[str, Any]]:
+    """A mark for each save, skipped step and other event of a launch."""
+    for event in filter(is_mark, launch.events):
+        what, details = event_text(event)
+        text = f"step {event['step']:,}: {what}: {details}"
+        yield {"at": run.position(event["step"]), "kind": event["event"], "text": text}
 
 
 def launches_of(run: Run) -> Iterator[dict[str, Any]]:
     """The launches on the timeline, with a mark for each save, skipped step and other event."""
     for number, launch in enumerate(run.launches, 1):
-        end = launch.end
-        if not end and not run.alive:
-            end = "killed"
+        end = run.end_of(launch)
         world = launch.world_size
         outcome = f"{end or 'running'} at step {launch.last:,} {launch.reason}"
         yield {
@@ -280,7 +139,7 @@ def launches_of(run: Run) -> Iterator[dict[str, Any]]:
             "end": end,
             "label": f"{number}: {world} proc.",
             "text": f"launch {number} on {counted(world, 'process')}: {outcome}",
-            "marks": marks_of(run, launch),
+            "marks": [*marks_of(run, launch)],
         }
 
 
@@ -293,42 +152,25 @@ def rounded(values: Sequence[float | None]) -> list[float | None]:
     return result
 
 
-def kept_steps(steps: Sequence[Mapping[str, Any]], stride: int) -> list[int]:
-    """Indices of the steps to draw.
-
-    The one with the highest loss of each block of `stride`, and the last one.
-    """
-    if not steps:
-        return []
-    kept = {len(steps) - 1}
-    losses = [step["loss"] or 0.0 for step in steps]
-    for first in range(0, len(steps), stride):
-        end = min(first + stride, len(steps))
-        highest = max(range(first, end), key=losses.__getitem__)
-        kept.add(highest)
-    return sorted(kept)
-
-
-def chart_data(run: Run, stride: int, several: bool) -> dict[str, Any]:
+def chart_data(run: Run, stride: int) -> dict[str, Any]:
     """The data that page.html draws for a run, thinned to one in `stride` steps.
 
-    With `several` runs, which have one color each, every bucket gets its own chart.
+    With several runs, which have one color each, every bucket gets its own chart.
     """
-    axes = run.step_axes
     kept = kept_steps(run.steps, stride)
 
-    def pick(values: Sequence[Any]) -> list[Any]:
-        return rounded([values[i] for i in kept])
-
     # curves with a value per step share the first set of axes
-    all_axes = [{name: pick(axes[name]) for name in AXES}]
-    curves = [*step_series(run), *mix_series(run, f"mix-{run.index}")]
+    of_steps = {name: rounded([run.step_axes[name][i] for i in kept]) for name in AXES}
+    all_axes = [of_steps]
+    every_step = step_series(run, kept, only_smoothed=run.is_one_of_many)
+    curves = [*every_step, *mix_series(run, kept, f"mix-{run.index}")]
     for curve in curves:
         curve["axis"] = 0
-        curve["y"] = pick(curve["y"])
+        curve["y"] = rounded(curve["y"])
 
     # curves of points have axes of their own, with the positions of their steps
-    for curve in (*point_series(run), *band_series(run)):
+    bands = () if run.is_one_of_many else band_series(run)
+    for curve in (*point_series(run), *bands):
         positions = [run.position(done) for done in curve.pop("steps")]
         curve["axis"] = len(all_axes)
         curve["y"] = rounded(curve["y"])
@@ -341,7 +183,7 @@ def chart_data(run: Run, stride: int, several: bool) -> dict[str, Any]:
     curves.sort(key=is_line)  # the band is drawn below the lines
     for curve in curves:
         chart, bucket = curve["chart"], curve["bucket"]
-        if several and bucket and is_of_losses(chart):
+        if run.is_one_of_several and bucket and is_of_losses(chart):
             curve["chart"] = f"{chart}: {bucket}"
     return {
         "name": run.name,
@@ -349,7 +191,7 @@ def chart_data(run: Run, stride: int, several: bool) -> dict[str, Any]:
         "series": curves,
         "is_fork": run.fork is not None,
         "launches": [*launches_of(run)],
-        "steps": pick(axes["steps"]),
+        "steps": of_steps["steps"],
         "digests": [run.steps[i]["digest"] for i in kept],
     }
 
@@ -402,10 +244,14 @@ def charts_of(runs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
             "wide": name == LOSS,
             "y": {"rangemode": "normal" if is_of_losses(name) else "tozero"},
         }
+        looks = {curve["look"] for curve in curves if curve["chart"] == name}
+        if looks == {"smooth"}:
+            chart["title"] = f"{name}, smoothed"
         if name == "Gradient norm":
-            chart["y"] = {"type": "log"}
+            # at most three of plotly's ticks per decade: 1, 2, 5, with all their digits
+            chart["y"] = {"type": "log", "nticks": 3, "tickformat": ",.3~r"}
         if name == WAIT and clipped:
-            chart["title"] = f"{name} (clipped)"
+            chart["title"] += " (clipped)"
             chart["y"] = {"range": clipped}
         if name in mixes:
             of_run = mixes[name]
@@ -419,13 +265,13 @@ def charts_of(runs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return charts
 
 
+# ---- tables and sentences -----------------------------------------------------------------------
+
+
 def table_row(cells: Sequence[Any], tag: str) -> str:
     """A row of a table; `tag` is th in the header, else td."""
     shown = [f"<{tag}>{escape(show(cell))}</{tag}>" for cell in cells]
     return f"<tr>{''.join(shown)}</tr>"
-
-
-# ---- tables and sentences -----------------------------------------------------------------------
 
 
 def table(header: Sequence[Any], rows: Sequence[Sequence[Any]], kind: str = "") -> str:
@@ -460,21 +306,51 @@ def card(title: str, content: str, kind: str = "") -> str:
     return f'<div class="card {kind}"><h3>{escape(title)}</h3>{content}</div>'
 
 
+def folded_card(title: str, content: str, *, is_open: bool) -> str:
+    """A box that a click on its title opens and closes."""
+    opened = " open" if is_open else ""
+    return f'<details class="card"{opened}><summary>{escape(title)}</summary>{content}</details>'
+
+
+def swatch(run: Run) -> str:
+    """The name of a run, behind its color."""
+    return f'<span class="swatch c{run.index % 8}"></span><b>{escape(run.name)}</b>'
+
+
+def pill(run: Run) -> str:
+    """The state of a run, in the color that scripts.status gives it."""
+    shown = run.state["shown"] if run.state["status"] else run.outcome
+    tone = TONES[status.COLORS.get(shown, status.RED)]
+    return f'<span class="pill {tone}">{escape(shown)}</span>'
+
+
+def tree(runs: Sequence[Run]) -> str:
+    """The tree of forks, as scripts.status shows it; "" for a single run, or without forks."""
+    if len(runs) == 1 or not any(run.fork for run in runs):
+        return ""
+    items = ""
+    for run in runs:
+        branch = "└ " if run.depth else ""
+        fork = status.fork_text(run.state, below_parent=run.depth > 0) or ""
+        texts = [fork, counted(run.num_steps, "step")]
+        if run.val_bpb:
+            texts.append(f"{show([*run.val_bpb.values()][-1])} bits per byte")
+        about = escape("; ".join(filter(None, texts)))
+        content = f'{branch}{swatch(run)}{pill(run)} <span class="soft">{about}</span>'
+        items += f'<p style="margin-left: {20 * run.depth}px">{content}</p>'
+    return card("Forks", items)
+
+
 def headline(run: Run) -> str:
     """The most important figures of a run: state, step, bits per byte, tokens/s, time."""
-    state = run.state
     done = run.num_steps
-    shown = state["shown"] if state["status"] else run.outcome
-    color = status.COLORS.get(shown, status.RED)
     cells = []
     for name, value in figures_of(run).items():
         cells.append(f"<div><b>{escape(value)}</b><span>{escape(name)}</span></div>")
-    checkpoint = state.get("checkpoint") or "none"
+    checkpoint = run.state.get("checkpoint") or "none"
     sentences = " ".join([*sentences_about(run), f"Last checkpoint: {checkpoint}."])
     parts = [
-        f'<div class="card"><span class="swatch c{run.index % 8}"></span>',
-        f"<b>{escape(run.name)}</b>",
-        f'<span class="pill {TONES[color]}">{escape(shown)}</span>',
+        f'<div class="card">{swatch(run)}{pill(run)}',
         f'<progress max="{run.horizon or done}" value="{done}"></progress>',
         f'<div class="facts">{"".join(cells)}</div>',
         f'<p class="soft">{escape(sentences)}</p>',
@@ -493,8 +369,49 @@ def account(run: Run) -> str:
     return card(f"Ledger of {run.name}", content + note)
 
 
+def history(run: Run) -> str:
+    """What happened in a run: launches and their ends, halts, dry buckets, skipped spikes, steps
+    taken again. "" before the first launch."""
+    rows: Table = []
+    if run.fork is not None:
+        rows.append((run.fork.step, f"fork of {status.fork_text(run.state)}"))
+    previous = None
+    for number, launch in enumerate(run.launches, 1):
+        begin = f"launch {number} on {counted(launch.world_size, 'process')}"
+        if previous is not None and launch.first < previous.last:
+            again = counted(previous.last - launch.first, "step")
+            begin += f": {again} taken again, up to step {previous.last - 1:,}"
+        rows.append((launch.first, begin))
+        rows += event_rows(launch)
+        end = f"launch {number} {run.end_of(launch) or 'is running'}: {launch.reason}"
+        rows.append((launch.last, end.removesuffix(": ")))
+        previous = launch
+    content = table(("step", "what happened"), rows, "history")
+    return folded_card(run.name, content, is_open=not run.is_one_of_many) if rows else ""
+
+
+def event_rows(launch: Launch) -> Table:
+    """(step or steps, what happened) for the events of a launch, except saves and curves. Those of
+    one kind share a row: hundreds of lanes may drop a bucket one after the other."""
+    kinds: dict[str, list[tuple[int, str]]] = {}
+    for event in launch.events:
+        if event["event"] != "saved" and is_mark(event):
+            what, details = event_text(event)
+            kinds.setdefault(what, []).append((event["step"], details))
+    rows: Table = []
+    for what, of_kind in kinds.items():
+        first, begin = of_kind[0]
+        last, end = of_kind[-1]
+        if len(of_kind) == 1:
+            rows.append((first, f"{what}: {begin}"))
+        else:
+            text = f"{what}, {len(of_kind):,} times: first {begin}; last {end}"
+            rows.append((f"{first:,} to {last:,}", text))
+    return rows
+
+
 def samples(run: Run) -> str:
-    """The texts that the model wrote, newest first."""
+    """The texts that the model wrote, newest first; "" if there are none."""
     parts: list[str] = []
     for when, texts in run.samples().items():
         quotes = ""
@@ -503,8 +420,7 @@ def samples(run: Run) -> str:
         opened = "" if parts else " open"  # only the newest
         summary = f"<summary>{escape(when)}</summary>"
         parts.append(f"<details{opened}>{summary}{quotes}</details>")
-    content = "".join(parts) or "None. --sample-every=N samples every N steps."
-    return card(run.name, content)
+    return card(run.name, "".join(parts)) if parts else ""
 
 
 def settings(run: Run) -> str:
@@ -514,7 +430,7 @@ def settings(run: Run) -> str:
     for name, title in (("worked out", "derived"), ("default", "at their defaults")):
         rest = table(("setting", "value"), tables[name])
         content += f"<details><summary>{title}</summary>{rest}</details>"
-    return card(run.name, content)
+    return folded_card(run.name, content, is_open=not run.is_one_of_many)
 
 
 def json_bytes(run: Run) -> int:
@@ -549,7 +465,10 @@ def make_page(runs: Sequence[Run], *, refresh: bool = False) -> str:
     several = len(runs) > 1
     size = sum(json_bytes(run) for run in runs)
     stride = max(1, -(-size // ROOM))
-    data = [chart_data(run, stride, several) for run in runs]
+    data = [chart_data(run, stride) for run in runs]
+    index_of = {str(run.run_dir): run.index for run in runs}
+    for run, of_run in zip(runs, data):
+        of_run["parent"] = index_of.get(str(run.parent_dir))
     charts = charts_of(data)
     buckets: set[str] = set()
     for of_run in data:
@@ -568,6 +487,7 @@ def make_page(runs: Sequence[Run], *, refresh: bool = False) -> str:
         "data": embed({"charts": charts, "buckets": sorted(buckets - {""}), "runs": data}),
         "plotly": base64.b64encode(gzip.compress(get_plotlyjs().encode(), mtime=0)).decode(),
         "written": f"{now}. {thinned}",
+        "tree": tree(runs),
         "differing": card("What differs", differ) if differ else "",
         "last": str(min(last_steps, default=0)),  # all runs have it
         "digests": "",
@@ -579,20 +499,24 @@ def make_page(runs: Sequence[Run], *, refresh: bool = False) -> str:
     for chart in charts:
         plot = f'<div class="plot" id="{escape(chart["id"])}"></div>'
         parts[chart["section"]] += card(chart["title"], plot, "wide" if chart["wide"] else "")
-    for part in (headline, account, samples, settings):
+    for part in (headline, account, history, samples, settings):
         parts[part.__name__] = "".join(part(run) for run in runs)
+    parts["samples"] = parts["samples"] or "<p>None: --sample-every=N samples every N steps.</p>"
     template = Path(__file__).with_name("page.html").read_text("utf-8")
     # one pass over the template, so that a {{...}} inside a part is not replaced
     return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], template)
 
 
-def by_parent(folders: Sequence[Path]) -> list[Path]:
-    """The folders of runs, with forks after their parents."""
+def open_runs(folders: Sequence[Path]) -> list[Run]:
+    """The runs in these folders, forks after their parents."""
     parents: dict[str, str | None] = {}
     for path in folders:
         parent = RunReader(path).parent_dir
         parents[str(path)] = str(parent) if parent else None
-    return [Path(path) for path in tree_of(parents)]
+    runs = []
+    for index, (folder, depth) in enumerate(tree_of(parents).items()):
+        runs.append(Run(Path(folder), index, depth=depth, num_runs=len(parents)))
+    return runs
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -625,7 +549,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not folders:
         raise FileNotFoundError("no runs in the base directory; name a run's folder")
     while True:
-        runs = [Run(path, i) for i, path in enumerate(by_parent(folders))]
+        runs = open_runs(folders)
         watch = args.watch and any(run.alive for run in runs)
         out.parent.mkdir(parents=True, exist_ok=True)
         write_bytes(args.out, make_page(runs, refresh=watch).encode())

@@ -56,6 +56,7 @@ LONG_FILES = (
     "gpu_smoke",
     "remote_runs",
     "inspect_data",
+    "example",
     "stream_laws",
     "multi_node",
 )

@@ -1,6 +1,7 @@
 """Small fakes for tests of the stream: a byte tokenizer, sources in memory, small corpora on
 disk."""
 
+import contextlib
 import gzip
 import hashlib
 import json
@@ -201,6 +202,17 @@ def assert_same_sums(actual: torch.Tensor, expected: torch.Tensor, *, terms: int
     torch.testing.assert_close(
         actual.double(), expected.double(), rtol=0, atol=terms * EPS * largest
     )
+
+
+@contextlib.contextmanager
+def if_a_fork_changed(what: str, remedy: str) -> Iterator[None]:
+    """Ends the report of a failed assertion in the block with a sentence for the author of a fork,
+    whose change is one reason to fail."""
+    try:
+        yield
+    except AssertionError as e:
+        sentence = f"If this fork changed {what}, {remedy}."
+        raise AssertionError(f"{sentence}\n\n{e}") from None
 
 
 def json_copy(value: Any) -> Any:

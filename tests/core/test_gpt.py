@@ -12,7 +12,7 @@ import torch
 from nanochat import gpt, optim
 from nanochat.gpt import GPT, Embedding, GPTConfig, initial_weight
 from tests.models import SMALL, build, shake, tokens
-from tests.toy import assert_same_sums
+from tests.toy import assert_same_sums, if_a_fork_changed
 from tests.training import as_bytes
 
 
@@ -357,31 +357,37 @@ def kept_and_estimated(n_layer):
 def test_the_memory_estimate_of_eager_layers_equals_the_tensors_that_autograd_keeps(monkeypatch):
     monkeypatch.setattr(gpt, "LOSS_CHUNK", 16)
     (few, few_estimated), (many, many_estimated) = kept_and_estimated(2), kept_and_estimated(4)
-    assert many - few == pytest.approx(many_estimated - few_estimated, rel=0.08)
+    with if_a_fork_changed("what a layer keeps", "change its number in `KEPT` of nanochat/gpt.py"):
+        assert many - few == pytest.approx(many_estimated - few_estimated, rel=0.08)
 
 
 # ---- accounting and groups -----------------------------------------------------------------------
 
 
-def test_parameter_and_flop_counts_equal_manual_counts():
+def test_parameters_are_counted_by_kind_and_flops_by_matrix_product():
     config = GPTConfig(
         sequence_len=1024, vocab_size=1000, n_layer=4, n_head=4, n_kv_head=2, n_embd=64
     )
     model = GPT(config)
-    assert model.state_dict().keys() == dict(model.named_parameters()).keys(), (
-        "the rotary tables are not saved"
-    )
-    layers = 4 * (2 * 64 * 64 + 2 * 32 * 64 + 8 * 64 * 64) + 2 * (2 * 12)
-    assert model.num_scaling_params() == {
-        "wte": 1024 * 64,
-        "value_embeds": 2 * 1024 * 32,
-        "lm_head": 1024 * 64,
+    sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
+    assert model.state_dict().keys() == sizes.keys(), "the rotary tables are not saved"
+
+    def count(beginning):
+        return sum(size for name, size in sizes.items() if name.startswith(beginning))
+
+    counts = model.num_scaling_params()
+    layers = count("transformer.h.")
+    embeddings = {"wte": 1024 * 64, "value_embeds": 2 * 1024 * 32, "lm_head": 1024 * 64}
+    scalars = sum(sizes.values()) - layers - sum(embeddings.values())
+    assert counts == {
+        **embeddings,
         "transformer_matrices": layers,
-        "scalars": 4 + 4 + 24 + 1 + 1,
-        "total": 3 * 1024 * 64 + layers + 34,
+        "scalars": scalars,
+        "total": sum(sizes.values()),
     }
+    assert layers > 30 * scalars > 0
     # as in nanochat: all Linear modules, including the smear gate
-    matmuls = 1024 * 64 + layers + 24
+    matmuls = 1024 * 64 + layers + count("smear_gate")
     assert model.estimate_flops() == 6 * matmuls + 12 * 64 * (3 * 256 + 1024)
 
 

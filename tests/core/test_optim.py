@@ -18,7 +18,7 @@ from nanochat.optim import MuonAdamW, muon_update
 from tests import training
 from tests.gloo import on_ranks
 from tests.spec.test_optim import adamw_group, muon_group, randn, values
-from tests.toy import EPS, assert_same_sums
+from tests.toy import EPS, assert_same_sums, if_a_fork_changed
 from tests.training import as_bytes
 
 # ---- the arithmetic ------------------------------------------------------------------------------
@@ -330,7 +330,8 @@ def test_few_graphs_serve_all_parameters_and_too_many_are_an_error(
             optimizer.step()
 
     steps()
-    assert sorted(graphs) == expected
+    with if_a_fork_changed("the model's parameters", "change `expected` to the graphs they need"):
+        assert sorted(graphs) == expected
     if world_size > 1:
         return
     with torch._dynamo.config.patch(recompile_limit=2), pytest.raises(FailOnRecompileLimitHit):

@@ -185,3 +185,11 @@ def test_a_log_with_values_of_wrong_types_is_named(copied):
         ValueError, match=r"train.jsonl: step 0: tokens_per_s: expected a number, got a string"
     ):
         report.main(["run"])
+
+
+def test_the_only_step_of_a_log_with_a_wrong_type_is_named(copied):
+    log = training.run_dir() / "logs" / "train.jsonl"
+    good, mark, last = log.read_text().rpartition('"tokens_per_s": ')
+    log.write_text(f'{good}{mark}"x", "fast": {last}')
+    with pytest.raises(ValueError, match=r"step [1-9]: tokens_per_s: expected a number, got a str"):
+        report.main(["run"])

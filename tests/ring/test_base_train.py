@@ -22,7 +22,7 @@ from nanochat.engine import load_model
 from nanochat.run_dir import RowLosses, read_config
 from scripts import base_eval, base_train
 from tests import training
-from tests.toy import EPS
+from tests.toy import EPS, if_a_fork_changed
 from tests.training import checkpoints, digests, events, final, losses, refuse, steps, succeed
 
 ROOT = Path(__file__).parents[2]
@@ -85,9 +85,10 @@ def test_a_run_writes_its_log_config_and_checkpoints(workplace):
     outcome = succeed(num_iterations=4, save_every=2, eval_every=2)
     records = steps()
     assert sorted(records) == [0, 1, 2, 3]
-    assert all(
-        record.keys() == FIELDS and len(record["digest"]) == 16 for record in records.values()
-    )
+    for record in records.values():
+        assert (
+            FIELDS - record.keys() == set() and len(record["digest"]) == 16
+        )  # a fork may add some
     assert [record["tokens"] for record in records.values()] == [
         training.STEP * n for n in (1, 2, 3, 4)
     ]
@@ -115,7 +116,8 @@ def test_a_run_writes_its_log_config_and_checkpoints(workplace):
     assert len(lines) == 4 and "mfu" not in lines[0], "the peak of a CPU is unknown"
     for word in ("loss", "lr", "norm", "ms", "tok/s", "left"):
         assert word in lines[0], word
-    assert all(len(line) <= 100 for line in lines)
+    with if_a_fork_changed("the line of a step, by another value", "allow it more columns here"):
+        assert max(map(len, lines)) <= 100
     start = outcome.out[: outcome.out.index("step 00000")].splitlines()
     assert len(start) <= 20, "a start fits on a screen"
     assert outcome.out.rstrip().endswith(

@@ -233,6 +233,23 @@ def test_rows_are_packed_from_the_nearest_good_cursors_and_equal_those_of_the_sa
     assert "has trained 8 steps" in caplog.text and "has trained 0 steps" not in caplog.text
 
 
+def test_a_run_whose_data_was_moved_is_read_where_data_path_says(run_dir):
+    """Regression: the error named --data-path, and a run with --data-path was refused."""
+    before = run("rows", run_dir, "--step=3")
+    data = run_dir.parents[1] / "data"
+    moved = data.rename(data.with_name("moved"))
+    assert (
+        "name its folder with --data-path"
+        in command(inspect_data.main, "rows", run_dir, "--step=3").err
+    )
+    assert run("rows", run_dir, "--step=3", f"--data-path={moved}") == before
+
+
+def test_a_run_takes_no_other_flags_of_training(run_dir):
+    err = command(inspect_data.main, "rows", run_dir, "--step=3", "--seed=7").err
+    assert "--seed: a run has its own settings" in err
+
+
 @pytest.mark.parametrize("step", [4, 5])
 def test_cursors_with_a_wrong_length_are_named(run_dir, step):
     cursors = read_cursors(cursor_files(run_dir)[4])[1]
@@ -474,6 +491,59 @@ def test_a_text_lists_its_documents_and_marks_the_rows_that_hold_it(killed):
             if (d["file"], d["document"]) == ("code/0.parquet", 3)
         ]
         assert use["has_text"] == any(words in of_row for of_row in texts)
+
+
+def a_pass(epoch, *, rows=1, cropped_after=None):
+    """A pass of --json, with a use per row."""
+    uses = [
+        {
+            **{"epoch": epoch, "step": 10 * epoch, "row": row, "lane": row, "start": 20 * row},
+            **{"stop": 20 * row + 20, "loss": 4.0 - epoch / 64, "has_text": row == 0},
+        }
+        for row in range(rows)
+    ]
+    fate = f"cropped from token {cropped_after} on" if cropped_after else ""
+    return {"epoch": epoch, "uses": uses, "cropped_after": cropped_after, "fate": fate}
+
+
+def shown_passes(capsys, passes, *, with_text=False):
+    running = SimpleNamespace(run=SimpleNamespace(outcome=""))
+    legend = inspect_data.print_passes(running, passes, with_text=with_text)
+    return capsys.readouterr().out.splitlines(), legend
+
+
+def test_64_passes_over_a_document_are_16_lines_that_name_every_row(capsys):
+    passes = [a_pass(epoch) for epoch in range(64)]
+    (head, columns, *lines), legend = shown_passes(capsys, passes, with_text=True)
+    assert head == "64 passes, up to 4 in a line:"
+    assert columns.split() == ["epochs", "rows", "tokens", "loss", "has_text", "step:row"]
+    assert len(lines) == inspect_data.PASSES and legend == inspect_data.PASSES_LEGEND
+    assert re.sub(" +", " ", lines[1].strip()) == "4 to 7 4 80 3.914 4 40:0 50:0 60:0 70:0"
+    named = [word for line in lines for word in line.split() if ":" in word]
+    assert named == [f"{10 * epoch}:0" for epoch in range(64)]
+
+
+def test_lines_of_many_passes_count_the_rows_that_they_do_not_name(capsys):
+    passes = [a_pass(epoch, rows=3) for epoch in range(64)]
+    (_, _, first, *_), _ = shown_passes(capsys, passes)
+    assert first.endswith("0:0 0:1 0:2 10:0 10:1 10:2 ... 30:2")
+    assert first.split()[:5] == ["0", "to", "3", "12", "240"]
+
+
+def test_crops_in_many_passes_are_one_line(capsys):
+    cropped = {3: 20, 4: 30, 9: 40}
+    passes = [a_pass(epoch, cropped_after=cropped.get(epoch)) for epoch in range(20)]
+    lines, _ = shown_passes(capsys, passes)
+    assert [line for line in lines if "cropped" in line] == [
+        "epochs 3 to 4, 9: cropped, with 20 to 40 of its tokens in rows"
+    ]
+
+
+def test_a_document_that_was_read_in_16_passes_has_a_line_per_row(capsys):
+    passes = [a_pass(epoch, rows=2) for epoch in range(16)]
+    (columns, *lines), legend = shown_passes(capsys, passes)
+    assert columns.split() == ["epoch", "step", "row", "lane", "start", "stop", "loss"]
+    assert len(lines) == 32 and legend == inspect_data.FIND_LEGEND
 
 
 def test_documents_that_a_run_does_not_learn_from_are_reported(killed, monkeypatch):

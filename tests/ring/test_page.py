@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from nanochat import run_curves
 from nanochat.common import read_json, write_json
 from nanochat.run_dir import RowLosses, keep_cursors, pack_cursors, read_log
 from nanochat.run_reader import RunReader
@@ -50,7 +51,7 @@ def step(i, **more):
         "loss": loss,
         "smooth_loss": 8 - i / 20,
         "lr": 1.0,
-        "grad_norm": 0.5,
+        "grad_norm": 0.5 * 1.1**i,
         "wait_s": 0.05,
         "step_s": 0.5,
         "tokens": 160 * (i + 1),
@@ -170,8 +171,6 @@ def test_the_page_draws_the_values_of_the_log(runs, tmp_path):
         160 * STEPS
     ]
     assert found["mix-0", "web"][19] == 0.75 and found["mix-0", "web"][-1] == 0.25
-    planned = found["mix-0", "web, planned"]
-    assert planned[19:21] == [0.75, 0.25] and len(planned) == STEPS
     first, second = run["launches"]
     assert (first["end"], first["to"]["steps"], first["label"]) == ("killed", 25, "1: 1 proc.")
     assert [mark["kind"] for mark in first["marks"]] == ["saved"] and first["marks"][0]["at"][
@@ -195,6 +194,57 @@ def test_the_page_draws_the_values_of_the_log(runs, tmp_path):
         assert text in shown, text
 
 
+def test_the_planned_mix_goes_through_the_window_of_the_trained_one(runs, tmp_path):
+    _, data = write(runs[:1], tmp_path / "page.html")
+    found = curves(data["runs"][0])
+    planned = found["mix-0", "web, planned"]
+    # the run follows its plan, whose phases change at step 20; the window has 20 steps
+    assert planned == found["mix-0", "web"]
+    assert (planned[19], planned[29], planned[39]) == (0.75, 0.5, 0.25)
+
+
+def lines_of_history(text):
+    """The rows of the history on a page."""
+    part = text.partition("<h2>History</h2>")[2].partition("<h2>")[0]
+    rows = re.findall(r"<tr>(.*?)</tr>", part)
+    return [unescape(re.sub("<[^>]*>", "|", row)).replace("||", "|").strip("|") for row in rows]
+
+
+def test_the_history_has_halts_dry_buckets_and_steps_taken_again(tmp_path):
+    path = make_run(tmp_path / "run")
+    log = path / "logs" / "train.jsonl"
+    lines = log.read_text().splitlines()[:-1]
+    dry = [{"event": "dropped", "step": i, "bucket": "web", "lanes": i - 29} for i in (30, 31, 33)]
+    halted = {"event": "halted", "step": 40, "reason": "the bucket 'code' has run dry"}
+    lines += [json.dumps(event) for event in (*dry, halted)]
+    log.write_text("\n".join(lines) + "\n")
+    text, _ = write([path], tmp_path / "page.html")
+    assert lines_of_history(text) == [
+        "step|what happened",
+        "0|launch 1 on 1 process",
+        "25|launch 1 killed",
+        "20|launch 2 on 2 processes: 5 steps taken again, up to step 24",
+        "30|spike skipped: loss 50",
+        "30 to 33|bucket web ran dry, 3 times: first in 1 lane; last in 4 lanes",
+        "40|launch 2 halted: the bucket 'code' has run dry",
+    ]
+
+
+def test_of_more_than_three_runs_only_smoothed_curves_are_drawn(runs, tmp_path):
+    paths = [make_run(tmp_path / name) for name in ("three", "four")]
+    _, few = write([*runs, paths[0]], tmp_path / "page.html")
+    text, many = write([*runs, *paths], tmp_path / "page.html")
+    looks = [{curve["look"] for curve in data["runs"][0]["series"]} for data in (few, many)]
+    assert "raw" in looks[0] and "raw" not in looks[1]
+    norms = [curves(data["runs"][0])["unknown_value", "unknown_value"] for data in (few, many)]
+    assert norms[0] == [*range(STEPS)]
+    assert norms[1] == pytest.approx(run_curves.smooth(norms[0]), rel=1e-5)
+    titles = [chart["title"] for chart in many["charts"]]
+    assert page.LOSS + ", smoothed" in titles and "Gradient norm, smoothed" in titles
+    settings = text.partition("<h2>Settings</h2>")[2]
+    assert settings.count('<details class="card">') == 4
+
+
 def test_a_band_shows_the_10th_to_90th_percentile_of_row_losses(runs, tmp_path, monkeypatch):
     path = shutil.copytree(runs[0], tmp_path / "banded")
     write_json(
@@ -204,7 +254,7 @@ def test_a_band_shows_the_10th_to_90th_percentile_of_row_losses(runs, tmp_path, 
     for i in range(10, STEPS):  # as if the first steps had --no-row-losses
         kept.write(i, [(i + row) * T for row in range(10)] + [0], [T] * 10 + [0])
     for points, steps in ((500, range(10, STEPS)), (10, range(12, STEPS, 4))):
-        monkeypatch.setattr(page, "BAND_POINTS", points)
+        monkeypatch.setattr(run_curves, "BAND_POINTS", points)
         [run] = write([path], tmp_path / "page.html")[1]["runs"]
         edge, band = run["series"][:2]
         assert (edge["look"], band["look"], {edge["chart"], band["chart"]}) == (
@@ -264,6 +314,20 @@ def test_forks_start_where_they_branch_off_in_the_charts_of_their_parents(forks,
         }
         assert run["launches"][0]["from"] == position
         assert curves(run)[page.LOSS, "loss"] == curves(mine)[page.LOSS, "loss"][first:]
+
+
+def test_a_tree_of_forks_is_that_of_scripts_status(forks, tmp_path):
+    text, data = write(forks, tmp_path / "page.html")
+    assert [run["parent"] for run in data["runs"]] == [None, 0, 1]
+    tree = text.partition("<h3>Forks</h3>")[2].partition("</div>")[0]
+    items = re.findall(r'margin-left: (\d+)px">(.*?)</p>', tree)
+    indents = [int(px) for px, _ in items]
+    _, warm, deep = [unescape(re.sub("<[^>]*>", " ", item)) for _, item in items]
+    assert indents == [0, 20, 40]
+    assert re.match("└ +warm ", warm) and "@20: matrix_lr 0.02 -> 0.01; 40 steps" in warm
+    assert re.match("└ +a-fork-of-warm ", deep) and "@30: matrix_lr 0.02 -> 0.04" in deep
+    single, _ = write(forks[2:], tmp_path / "page.html")
+    assert "<h3>Forks</h3>" not in single
 
 
 def test_the_card_of_a_fork_names_its_parent_its_step_and_what_changed(forks, tmp_path):
@@ -334,8 +398,12 @@ def test_a_run_without_steps_has_a_page_and_missing_plotly_is_named(tmp_path, mo
 PROBE = """<script>addEventListener("load", () => drawn.then(() => {
   const plots = [...document.querySelectorAll(".plot")].map(div => [div.id, div.data.map(trace => trace.y.length)]);
   const result = document.createElement("pre"); result.id = "result";
+  const texts = (id, selector) =>
+    [...document.getElementById(id).querySelectorAll(selector)].map(element => element.textContent);
   result.textContent = JSON.stringify({ plots, requests: performance.getEntriesByType("resource").map(e => e.name),
-    images: document.images.length, wide: document.documentElement.scrollWidth, inner: innerWidth,
+    images: document.images.length,
+    norms: texts("Gradient norm", ".ytick text"), legend: texts("Loss, nats per token", ".legendtext"),
+    wide: document.documentElement.scrollWidth, inner: innerWidth,
     digest: document.getElementById("digest-1").textContent });
   document.body.append(result);
 }))</script>"""
@@ -375,6 +443,8 @@ def test_a_browser_shows_it_without_an_error_or_a_request(runs, tmp_path):
     assert plots[page.LOSS] == [STEPS] * 4 and plots["timeline"]
     assert plots[page.BPB] == plots[f"{page.BPB}: {EVIL}"] == [2, 2]
     assert all(points for points in plots.values()) and set(plots["mix-1"]) == {STEPS}
+    assert result["legend"] == ["<b>one & only", "two"]  # in the order of the cards
+    assert result["norms"] == ["0.5", "1", "2", "5", "10", "20"]
     assert result["digest"] == f"{STEPS - 1:016x}"
 
 
@@ -393,4 +463,7 @@ def test_the_grid_has_no_empty_slot_and_points_and_raw_lines_are_visible():
         r"\.charts \{ display: flex; flex-wrap: wrap.*\.charts \.card \{[^}]*flex: 1 1", text, re.S
     )
     assert float(re.search(r"prefers-color-scheme: dark.*?--raw: ([\d.]+)", text, re.S)[1]) >= 0.7
+    assert (
+        "td { overflow-wrap: break-word;" in text
+    )  # `anywhere` lets a narrow table break any word
     assert "marker: { size: 8 }" in text and 'cliponaxis: series.look !== "points"' in text

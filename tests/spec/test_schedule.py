@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nanochat.schedule import Schedule, resolve_horizon
+from tests.toy import if_a_fork_changed
 
 FLAGS = {
     "num_iterations": -1,
@@ -130,7 +131,8 @@ LONG = Schedule(
     ],
 )
 def test_curves(curve, expected):
-    assert {step: curve(step) for step in expected} == pytest.approx(expected)
+    with if_a_fork_changed("this curve", "change the numbers above to those of the new one"):
+        assert {step: curve(step) for step in expected} == pytest.approx(expected)
 
 
 @given(
@@ -152,7 +154,8 @@ def test_in_short_runs_rates_are_bounded_rise_fall_and_never_jump(steps, warmup,
     changes = [b - a for a, b in pairwise(rates)]  # with a tolerance for rounding
     assert all(c > -1e-12 for c in changes[:peak]) and all(c < 1e-12 for c in changes[peak:])
     slope = max(1 / warmup if warmup else 0, (1 - frac) / s.falls_for if s.falls_for else 0)
-    assert all(abs(change) <= slope + 1e-12 for change in changes), "no jumps"
+    steepest = math.pi / 2 * slope  # of half a cosine, which a fork may use instead of a line
+    assert all(abs(change) <= steepest + 1e-12 for change in changes), "no jumps"
 
 
 def test_apply_sets_groups_by_kind():

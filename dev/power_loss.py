@@ -49,7 +49,7 @@ from nanochat.optim import MuonAdamW
 from nanochat.run_dir import RowLosses
 from nanochat.run_journal import Journal
 from nanochat.tokenizer import RustBPETokenizer
-from scripts import base_train, export, status, tok_shards, verify
+from scripts import base_train, export, page, status, tok_shards, verify
 from tests import training
 from tests.power import (
     Change,
@@ -354,7 +354,12 @@ def check_log(run: Path, step: int, digests: dict[int, str]) -> None:
 
 
 def live_on(life: Life, said: Sequence[str]) -> None:
-    """The command that power loss interrupted, and those after it, lead to the same results."""
+    """The runs have pages. The command that power loss interrupted, and those after it, lead to the
+    same results."""
+    for tag in life.digests:
+        page_file = life.base / "page.html"
+        call(page.main, [tag, f"--out={page_file}"], codes=(0, 1))
+        page_file.unlink(missing_ok=True)
     begun = [what for what in said if what.startswith("begin ")]
     names = list(STAGES)
     current = max(0, len(begun) - 1)

@@ -9,6 +9,13 @@ tokens and seeds.
     split      bestfit; the rest of a document that does not fit a row comes back later
     concat     one token stream per lane, cut at the end of every row
 
+With --arms, several passes over few documents are compared, too (they are not in the default table):
+
+    crop-same        crop; every pass has the rows of the first one, in its order
+    crop-rows        the same rows, shuffled before each pass
+    crop-documents   what a run does: documents are shuffled, and packed into new rows, in each pass
+    split-...        the same three for split
+
 All documents below `--data-path` are shuffled once, into shards; the last shard is held out. A seed
 determines the initial weights and the order of the rows. nanochat's loader has no seed and no
 shuffle, so there it determines the weights and the first shard. Its rows are recorded in a file
@@ -36,6 +43,7 @@ import os
 import statistics
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +60,7 @@ from nanochat.common import write_json
 from nanochat.files import find_files
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.order import StreamConfig, default_lanes
+from nanochat.rows import Row
 from nanochat.schedule import REFERENCE_BATCH_TOKENS, Schedule
 from nanochat.sources import open_source, scan
 from nanochat.stream import Stream, ledger
@@ -65,6 +74,8 @@ ARMS: dict[str, dict[str, Any]] = {
     "split": {"long_docs": "split"},
     "concat": {"layout": "concat"},
 }
+# several passes over few documents: in one order, with reshuffled rows, or reshuffled and packed anew
+OF_PASSES = [f"{p}-{order}" for p in ("crop", "split") for order in ("same", "rows", "documents")]
 LENGTHS = ("short", "middle", "long")
 SHARDS = 13  # the last one is held out
 
@@ -174,11 +185,13 @@ def nanochat_rows(corpus: Corpus, args: argparse.Namespace, T: int, seed: int) -
     )
 
 
-def our_rows(corpus: Corpus, args: argparse.Namespace, arm: str, T: int, seed: int) -> Rows:
-    """Rows of one of our packers, in the order of the steps."""
-    source = open_source(scan(corpus.text, find_files(corpus.text)[:-1]), corpus.tokenizer)
-    rows_per_step = args.total_batch_size // T
-    config = StreamConfig(T=T, V=default_lanes(rows_per_step), seed=seed, **ARMS[arm])
+def pack(
+    corpus: Corpus, text: Path, args: argparse.Namespace, config: StreamConfig, num_steps: int
+) -> Rows:
+    """Rows of one of our packers from all files of a folder but the last, in the order of the
+    steps; fewer steps if the data ends."""
+    source = open_source(scan(text, find_files(text)[:-1]), corpus.tokenizer)
+    per_step = args.total_batch_size // config.T
     stream = Stream(
         config,
         {"all": source},
@@ -186,15 +199,63 @@ def our_rows(corpus: Corpus, args: argparse.Namespace, arm: str, T: int, seed: i
         tokenizer=corpus.tokenizer.fingerprint,
         num_threads=0,
     )
-    rows = [
-        row
-        for _ in range(args.tokens // args.total_batch_size)
-        for row in stream.next_rows(rows_per_step // config.V)
-    ]
-    account = ledger(stream.cursors(), T)["all"]
-    live = [np.ones(T + 1, bool) if row.live is None else row.live.astype(bool) for row in rows]
+    rows: list[Row] = []
+    for _ in range(num_steps):
+        of_step = stream.next_rows(per_step // config.V)
+        if len(of_step) < per_step:
+            break
+        rows += of_step
+    account = ledger(stream.cursors(), config.T)["all"]
+    live = [np.ones(config.T + 1, bool) if r.live is None else r.live.astype(bool) for r in rows]
     read = account["read"] + account["bos"]
     return np.stack([row.tokens for row in rows]), np.stack(live), (read, read - account["pending"])
+
+
+def our_rows(corpus: Corpus, args: argparse.Namespace, arm: str, T: int, seed: int) -> Rows:
+    """Rows of one of our packers, which does not see a document twice."""
+    V = default_lanes(args.total_batch_size // T)
+    config = StreamConfig(T=T, V=V, seed=seed, **ARMS[arm])
+    return pack(corpus, corpus.text, args, config, args.tokens // args.total_batch_size)
+
+
+def rows_of_passes(corpus: Corpus, args: argparse.Namespace, arm: str, T: int, seed: int) -> Rows:
+    """Rows of `--passes` passes over the same documents. `arm`: a packer and an order of passes."""
+    packer, order = arm.split("-")
+    num_steps = args.tokens // args.total_batch_size
+    # one lane: with several, a pass would end where the first one runs dry
+    config = StreamConfig(T=T, V=1, seed=seed, **ARMS[packer])
+    text = few_documents(corpus, args, packer, T)
+    once = replace(config, max_epochs=1)
+    rows, live, taken = pack(corpus, text, args, once, num_steps)
+    if order == "documents":
+        steps_of_pass = len(rows) * T // args.total_batch_size
+        return pack(corpus, text, args, config, args.passes * steps_of_pass)
+    rng = np.random.default_rng(seed)
+    passes = [np.arange(len(rows))] * args.passes
+    if order == "rows":
+        passes[1:] = [rng.permutation(len(rows)) for _ in passes[1:]]
+    numbers = np.concatenate(passes)
+    return rows[numbers], live[numbers], (args.passes * taken[0], args.passes * taken[1])
+
+
+def few_documents(corpus: Corpus, args: argparse.Namespace, packer: str, T: int) -> Path:
+    """A folder with as many documents as one of `--passes` passes trains on: the same for every
+    seed and order."""
+    folder = corpus.work / f"text-{packer}-T{T}-{args.passes}"
+    if not folder.exists():
+        num_tokens = args.tokens // args.passes
+        part = argparse.Namespace(**{**vars(args), "tokens": num_tokens})
+        _, live, taken = our_rows(corpus, part, packer, T, seed=0)
+        used_per_token = taken[1] / live[:, 1:].sum()
+        num = np.searchsorted(corpus.lengths.cumsum(), num_tokens * used_per_token)
+        texts = [text for file in find_files(corpus.text) for text in read_texts(file)][:num]
+        unfinished = folder.with_suffix(f".{os.getpid()}")
+        unfinished.mkdir()
+        for name in ("0", "held_out"):  # `pack` leaves the last file out
+            table = pa.table({"text": texts})
+            pq.write_table(table, unfinished / f"{name}.parquet", row_group_size=512)
+        unfinished.rename(folder)
+    return folder
 
 
 # ---- training and measuring ----------------------------------------------------------------------
@@ -304,11 +365,12 @@ def evaluate(
 def run(corpus: Corpus, args: argparse.Namespace, arm: str, T: int, seed: int, path: Path) -> None:
     """Train and measure, and write the results to a file."""
     began, cpu = time.perf_counter(), time.process_time()
-    rows, live, taken = (
-        nanochat_rows(corpus, args, T, seed)
-        if arm == "nanochat"
-        else our_rows(corpus, args, arm, T, seed)
-    )
+    if arm == "nanochat":
+        rows, live, taken = nanochat_rows(corpus, args, T, seed)
+    elif arm in OF_PASSES:
+        rows, live, taken = rows_of_passes(corpus, args, arm, T, seed)
+    else:
+        rows, live, taken = our_rows(corpus, args, arm, T, seed)
     model = train(corpus, args, rows, live, seed)
     trained = int(live[:, 1:].sum())
     write_json(
@@ -341,7 +403,10 @@ def print_tables(work: Path) -> list[dict[str, Any]]:
     Returns the records."""
     records = [json.loads(path.read_text()) for path in sorted(work.glob("runs/*.json"))]
     for T in sorted({record["T"] for record in records}):
-        of_arm = {arm: [r for r in records if r["T"] == T and r["arm"] == arm] for arm in ARMS}
+        of_arm = {
+            arm: [r for r in records if r["T"] == T and r["arm"] == arm]
+            for arm in (*ARMS, *OF_PASSES)
+        }
         of_arm = {arm: runs for arm, runs in of_arm.items() if runs}
         rows = [
             (
@@ -380,7 +445,8 @@ def new_arguments() -> Parser:
         "recorded); without it, its arm and its rows are skipped",
     )
     p.add_argument("--table", action="store_true", help="only print the table")
-    p.add_argument("--arms", nargs="+", choices=list(ARMS), default=list(ARMS))
+    p.add_argument("--arms", nargs="+", choices=[*ARMS, *OF_PASSES], default=list(ARMS))
+    p.add_argument("--passes", type=int, default=4, help="of the arms that read documents again")
     p.add_argument("--lengths", nargs="+", type=int, default=[512, 1024], help="T")
     p.add_argument("--seeds", type=int, default=3)
     p.add_argument("--tokens", type=int, default=305 * 8192, help="tokens per run")

@@ -282,7 +282,7 @@ CHECKS = [
     Check("nanochat", 90, 180, nanochat),
     Check("d24", 90, 240, partial(SPEED, model="d24", pattern="SSSL", deterministic=True)),
     Check("d12", 90, 180, partial(SPEED, model="d12", pattern="SSSL", deterministic=True)),
-    Check("optimizer", 35, 90, gpu_check.optimizer_errors, apart=True),
+    Check("optimizer", 60, 180, gpu_check.optimizer_errors, apart=True),
     Check("compiled model", 30, 90, gpu_check.compiled_model, apart=True),
     Check(
         "d24 without determinism",

@@ -48,6 +48,7 @@ from nanochat.mirror_store import open_store
 from nanochat.optim import MuonAdamW
 from nanochat.run_dir import RowLosses
 from nanochat.run_journal import Journal
+from nanochat.run_state import read_mirror_state
 from nanochat.tokenizer import RustBPETokenizer
 from scripts import base_train, export, page, status, tok_shards, verify
 from tests import training
@@ -137,6 +138,16 @@ def mirrored_step(base: Path) -> int:
             assert piece_of(content) == piece, f"a piece of mark {mark.step} is damaged"
         return mark.step
     return 0
+
+
+def knows_its_mirror(base: Path) -> bool:
+    """Whether a launch would take the mirror for that of its run directory."""
+    run = base / "runs" / "mirrored"
+    if not (run_dir.is_run_dir(run) and (base / "mirror").is_dir()):
+        return True
+    newest = next(iter(read_marks(open_store(str(base / "mirror"))).values()), None)
+    state = read_mirror_state(run)
+    return newest is None or (state is not None and state["run"] == newest.run)
 
 
 def make_tokens(seed: int = 1) -> None:
@@ -317,6 +328,7 @@ def check(state: State, life: Life, said: Sequence[str], *, commands: bool) -> N
         check_log(run, step, digests)
     copied = newest(said, "mirrored")
     assert mirrored_step(life.base) >= copied, f"step {copied} was reported as mirrored"
+    assert knows_its_mirror(life.base), "a run does not know that its mirror is its own"
     assert pairs_in(life.base) <= life.pairs, "two files of a pair are of different times"
     for stage, lines in life.lines.items():
         if f"end {stage}" not in said:

@@ -37,7 +37,15 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from nanochat.checkpoint import STATE_NAME, list_checkpoints, read_seal
-from nanochat.common import duration, get_base_dir, hash_bytes, is_remote, parse_json, print0
+from nanochat.common import (
+    duration,
+    get_base_dir,
+    hash_bytes,
+    is_remote,
+    parse_json,
+    print0,
+    write_json,
+)
 from nanochat.config import Settings
 from nanochat.mirror_fetch import LOG_NAME, Fetch
 from nanochat.mirror_marks import Mark, Piece, outdated, piece_of, read_marks
@@ -46,7 +54,7 @@ from nanochat.mirror_store import as_file, open_store
 from nanochat.pins import DATA_MANIFEST
 from nanochat.run_dir import CONFIG_NAME, PLAN_NAME, is_run_dir, open_regular
 from nanochat.run_owner import last_owner
-from nanochat.run_state import MIRROR_NAME, PROCESS, read_mirror_state, replace_state
+from nanochat.run_state import MIRROR_NAME, PROCESS, read_mirror_state
 from nanochat.steps import Mirror
 
 log = logging.getLogger(__name__)
@@ -440,10 +448,11 @@ class RunMirror(Mirror):
         return pieces, num_bytes
 
     def _write_state(self, **changed: object) -> None:
-        """Update what scripts.status shows."""
+        """Update what scripts.status shows, and by which the next launch knows this mirror. So it is
+        synced: without it, the mirror would seem to be another run's."""
         self._state |= changed
         with contextlib.suppress(OSError):
-            replace_state(self.run_dir / MIRROR_NAME, self._state)
+            write_json(self.run_dir / MIRROR_NAME, self._state)
 
 
 # ---- helpers -------------------------------------------------------------------------------------

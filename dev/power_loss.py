@@ -15,7 +15,11 @@ Power loss at any instant of a run's life: thousands of states of the disk, buil
 A planted mistake takes the syncs of one function out of the record, as if the program had none
 there. Some state must then break a law; a sync for which none does is not needed.
 
-Cost: one CPU core, and 20 MB below $TMPDIR at a time. Duration: about an hour; with 500 states and
+Seals are the second line of defence, for a disk that says "synced" and is not, or flips a bit. There
+all syncs are taken out, a bit is flipped in every other state, and what is left may be old or lost.
+But what the program takes for good must be what it wrote; without one of its checksums, it is not.
+
+Cost: one CPU core, and 20 MB below $TMPDIR at a time, best in memory. Duration: about an hour; with 500 states and
 without planted mistakes a minute.
 """
 
@@ -31,19 +35,28 @@ import shutil
 import signal
 import tempfile
 import traceback
+import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
+import numpy as np
 from tqdm import tqdm
 
 from nanochat import mirror_owner, run_dir
-from nanochat.checkpoint import first_good, list_checkpoints, load_checkpoint, read_seal
+from nanochat.checkpoint import (
+    STATE_NAME,
+    first_good,
+    list_checkpoints,
+    load_checkpoint,
+    read_seal,
+)
 from nanochat.cli import Parser, run_main, whole
 from nanochat.common import hash_file, table
-from nanochat.mirror_marks import piece_of, read_marks
+from nanochat.mirror_fetch import Fetch
+from nanochat.mirror_marks import piece_of, read_mark, read_marks
 from nanochat.mirror_store import open_store
 from nanochat.optim import MuonAdamW
 from nanochat.run_dir import RowLosses
@@ -212,6 +225,7 @@ class Life(NamedTuple):
     made: dict[str, set[str]]  # {stage: files that it made for good}
     pairs: set[tuple[str, str]]  # see `pairs_in`
     digests: dict[str, dict[int, str]]  # of each run's steps
+    row_losses: dict[str, dict[int, Any]]  # {run: {step: (nats, live)}}, see `RowLosses`
     results: dict[str, str]  # {file: hash} of what must be the same in the end
 
 
@@ -247,13 +261,21 @@ def lived(base: Path) -> Iterator[Life]:
             tag: {step: line["digest"] for step, line in training.steps(tag).items()}
             for tag in RUNS
         }
+        losses = {
+            tag: {step: row_losses(base, tag).read(step) for step in digests[tag]} for tag in RUNS
+        }
         whole = whole_files(recorder.changes)
-        yield Life(base, recorder, whole, lines, made, pairs, digests, results(base))
+        yield Life(base, recorder, whole, lines, made, pairs, digests, losses, results(base))
 
 
 def log_of(base: Path, tag: str) -> list[dict[str, Any]]:
     """The records of a run's log."""
     return list(run_dir.iter_log(base / "runs" / tag / "logs" / "train.jsonl"))
+
+
+def row_losses(base: Path, tag: str) -> RowLosses:
+    """The losses of a run's rows."""
+    return RowLosses(base / "runs" / tag, num_rows=training.STEP // training.T, T=training.T)
 
 
 def kept_files(base: Path, stage: str) -> Iterator[Path]:
@@ -301,6 +323,21 @@ def results(base: Path) -> dict[str, str]:
 
 
 # ---- what must hold ------------------------------------------------------------------------------
+
+
+class Found(NamedTuple):
+    """A state that breaks a law."""
+
+    state: State
+    problem: str
+
+    def text(self, changes: Sequence[Change]) -> str:
+        """Where the power was lost, what was lost, and the law."""
+        where = "at the start"
+        if self.state.after:
+            last = changes[self.state.after - 1]
+            where = f"after change {self.state.after} ({last.kind} {last.what})"
+        return f"{where}, {self.state.how} lost: {self.problem}"
 
 
 def put(state: State, life: Life) -> None:
@@ -359,7 +396,7 @@ def check_log(run: Path, step: int, digests: dict[int, str]) -> None:
     first = min(digests)
     missing = set(range(first, step)) - lines.keys()
     assert not missing, f"{run.name}: the log lacks steps {sorted(missing)} before step {step}"
-    rows = RowLosses(run, num_rows=training.STEP // training.T, T=training.T)
+    rows = row_losses(run.parents[1], run.name)
     for at in range(first, step):
         _, live = rows.read(at)  # it has a checksum
         assert live.any(), f"{run.name}: the losses of the rows of step {at}"
@@ -383,22 +420,126 @@ def live_on(life: Life, said: Sequence[str]) -> None:
     assert results(life.base) == life.results, "other results"
 
 
+# ---- a disk that lies ----------------------------------------------------------------------------
+
+
+def lying_states(life: Life, rng: random.Random, number: int) -> Iterator[State]:
+    """States of a disk that ignores every sync; in every other one, a bit of a file is flipped."""
+    changes = [change for change in life.recorder.changes if change.kind != "sync"]
+    for at, state in enumerate(states(life.recorder, rng, number, changes=changes)):
+        yield flipped(state, rng) if at % 2 and any(state.files.values()) else state
+
+
+def flipped(state: State, rng: random.Random) -> State:
+    """A state with one bit of a file flipped. Each folder is as likely as another."""
+    folders: dict[str, list[str]] = {}
+    for name in sorted(name for name, content in state.files.items() if content):
+        folders.setdefault(os.path.dirname(name), []).append(name)
+    name = rng.choice(folders[rng.choice([*folders])])
+    content = bytearray(state.files[name])
+    content[rng.randrange(len(content))] ^= 1 << rng.randrange(8)
+    files = {**state.files, name: bytes(content)}
+    return state._replace(how=f"{state.how}, and a bit of {name},", files=files)
+
+
+def check_accepted(state: State, life: Life) -> None:
+    """AssertionError if the program takes something in the base directory for good that is not what
+    it wrote."""
+    for name in accepted_files(life.base):
+        whole = life.whole[state.ids[name]]
+        assert state.files[name] == whole, f"{name}: taken for good, and is not what was written"
+    for tag, written in life.row_losses.items():
+        rows = row_losses(life.base, tag)
+        for step, both in written.items():
+            found = if_good(rows.read, step)
+            is_same = found is None or np.array_equal(found, both)
+            assert is_same, f"{tag}: losses of the rows of step {step} that nobody wrote"
+
+
+def accepted_files(base: Path) -> Iterator[str]:
+    """The files below the base directory that the program takes for good."""
+    good: list[Path] = []
+    for tag in RUNS:
+        run = base / "runs" / tag
+        for path in run_dir.checkpoint_folders(run).values():
+            checkpoint = if_good(load_checkpoint, path)
+            if checkpoint is not None:
+                good += [
+                    path / STATE_NAME,
+                    *(path / name for name in checkpoint.trainer_state["files"]),
+                ]
+        if (run / "logs").is_dir():
+            cursors = run_dir.cursor_files(run).values()
+            good += [path for path in cursors if if_good(run_dir.read_cursors, path)]
+    if (base / "mirror").is_dir():
+        good += accepted_of_mirror(base / "mirror")
+    yield from (str(path.relative_to(base)) for path in good)
+
+
+def accepted_of_mirror(place: Path) -> Iterator[Path]:
+    """The marks and pieces of a mirror that a fetch would take for good."""
+    store = open_store(str(place))
+    for name in store.names("marks"):
+        mark = if_good(read_mark, store, name)
+        if mark is None:
+            continue
+        yield place / "marks" / name
+        fetch = Fetch(store, {name: mark}, place)
+        for piece in mark.pieces:
+            if if_good(fetch._content, [piece]) is not None:
+                yield place / "pieces" / piece.blake2b
+
+
+def if_good(read: Callable[..., Any], *args: object) -> Any:
+    """What a reader returns; None if it says that the file is damaged or missing."""
+    try:
+        return read(*args)
+    except (FileNotFoundError, NotADirectoryError, ValueError):
+        return None
+
+
+def try_lying(life: Life, rng: random.Random, number: int) -> Iterator[Found]:
+    """The states of a disk that lies in which something damaged is taken for good."""
+    some = lying_states(life, rng, number)
+    for state in tqdm(some, total=number, desc="a disk that lies", disable=None, leave=False):
+        put(state, life)
+        try:
+            check_accepted(state, life)
+        except Exception as e:
+            yield Found(state, f"{type(e).__name__}: {e}")
+
+
+def _without_checksum(packed: bytes) -> bytes:
+    """`gzip.decompress` that does not look at the checksum at the end."""
+    try:
+        return zlib.decompressobj(-zlib.MAX_WBITS).decompress(packed[10:])
+    except zlib.error as e:
+        raise ValueError(str(e)) from None
+
+
+def _anything(*_: object) -> Any:
+    """A checksum that equals every other."""
+    return mock.ANY
+
+
+# {what: (the function that computes or compares its checksum, what takes its place)}
+SEALS: dict[str, tuple[str, Any]] = {
+    "of each file of a checkpoint": ("nanochat.checkpoint.hash_file", _anything),
+    "of the seal itself": ("nanochat.checkpoint.hash_bytes", _anything),
+    "of cursors": ("nanochat.run_dir.gzip.decompress", _without_checksum),
+    "of losses of rows": ("nanochat.run_dir._checksum", _anything),
+    "of a mark": ("nanochat.mirror_marks.hash_json", _anything),
+    "of a piece": ("nanochat.mirror_fetch.Piece", _anything),
+}
+
+
+def plant_seal(life: Life, rng: random.Random, number: int, seal: str) -> Found | None:
+    """Take out a checksum; the first state in which something damaged is taken for good."""
+    with mock.patch(*SEALS[seal]):
+        return next(try_lying(life, rng, number), None)
+
+
 # ---- the tool ------------------------------------------------------------------------------------
-
-
-class Found(NamedTuple):
-    """A state that breaks a law."""
-
-    state: State
-    problem: str
-
-    def text(self, changes: Sequence[Change]) -> str:
-        """Where the power was lost, what was lost, and the law."""
-        where = "at the start"
-        if self.state.after:
-            last = changes[self.state.after - 1]
-            where = f"after change {self.state.after} ({last.kind} {last.what})"
-        return f"{where}, {self.state.how} lost: {self.problem}"
 
 
 def try_states(
@@ -459,6 +600,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser(description=__doc__)
     parser.add_argument("--states", type=whole(0), default=10_000, help="states to build")
     parser.add_argument("--resumed", type=whole(0), default=100, help="how many of them live on")
+    parser.add_argument("--lying", type=whole(0), default=1_000, help="states of a disk that lies")
     parser.add_argument("--per-mistake", type=whole(0), default=600, help="states for each mistake")
     parser.add_argument(
         "--planted", action=argparse.BooleanOptionalAction, default=True, help="plant mistakes"
@@ -486,6 +628,18 @@ def main(argv: Sequence[str] | None = None) -> int:
                     rows.append([mistake, number, law])
             print("\n".join(table(["mistake", "syncs", "first law broken"], rows)))
             print(f"syncs that nothing needs: {missed}")
+        lied = [*try_lying(life, rng, args.lying)]
+        print(f"states of a disk that lies: {args.lying:,}; damaged, taken for good: {len(lied):,}")
+        broken += lied
+        for found in lied[:20]:
+            print(f"  {found.text(changes)}")
+        if args.planted:
+            rows = []
+            for seal in SEALS:
+                first = plant_seal(life, rng, args.per_mistake, seal)
+                missed += first is None
+                rows.append([seal, first.problem[:100] if first else "-"])
+            print("\n".join(table(["checksum taken out", "first damage taken for good"], rows)))
     return int(bool(broken or missed))
 
 

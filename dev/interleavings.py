@@ -14,6 +14,8 @@ Every interleaving of launches that want the same run: at most one owns it.
              the first launch, if it is not interrupted, does what it was asked to do
              no launch waits forever, and in the end the run can be claimed
              each version of a mirror's owner is replaced by one launch at most
+             a checkpoint that was saved, or a newer one, is there and good at any time
+             whoever reads a run that has a good checkpoint gets one
 
 Without locks, two launches that check at the same time may both sign, and the first one ends at its next
 check. So there a launch may lose the run, and a request may stop both, if each interrupts the other.
@@ -41,8 +43,10 @@ from unittest import mock
 
 from tqdm import tqdm
 
+from nanochat import checkpoint as checkpoint_module
 from nanochat import run_dir as run_dir_module
 from nanochat import run_owner, run_stop
+from nanochat.checkpoint import SaveSettings, Snapshot, find_checkpoint, list_checkpoints, prune
 from nanochat.cli import Parser, run_main, whole
 from nanochat.common import table
 from nanochat.mirror_owner import Lease, claim_mirror
@@ -75,6 +79,8 @@ class World:
         self.lines: list[int] = []
         self.mirror = base / "mirror"
         self.replaced: list[object] = []  # versions of the mirror's owner
+        self.saved = 0  # the newest step that was saved
+        self._names: list[str] = []  # of checkpoints, when they were last looked at
 
     @property
     def pid(self) -> int:
@@ -83,9 +89,19 @@ class World:
         return 1000 + (99 if me is None else me)
 
     def check(self) -> None:
-        """At most one launch owns the run."""
+        """At most one launch owns the run, and what was saved is there."""
         owners = [pid for pid, owner in self.owners.items() if not owner.lost()]
         assert len(owners) <= 1, f"{len(owners)} launches own the run"
+        if self.saved:
+            names = sorted(os.listdir(self.run_dir / "checkpoints"))
+            if names != self._names:
+                self._names = names
+                self.check_saved()
+
+    def check_saved(self) -> None:
+        """A checkpoint that was saved, or a newer one, is there and good."""
+        good = checkpoint_module.first_good(list_checkpoints(self.run_dir))
+        assert good is not None and good.step >= self.saved, f"step {self.saved} was saved"
 
     def uptime_s(self) -> float:
         """A clock that never stands still."""
@@ -122,6 +138,7 @@ class World:
             (run_stop, "began_s"): lambda _: began.setdefault(self.pid, self.uptime_s()),
             (fcntl, "flock"): flock,
             (os, "register_at_fork"): lambda **_: None,
+            (os, "getpid"): lambda: self.pid,
             (Lease, "keep"): lambda self: None,  # the actors renew
         }
         with contextlib.ExitStack() as stack:
@@ -155,9 +172,10 @@ class World:
 # ---- actors --------------------------------------------------------------------------------------
 
 
-def launch(world: World, *, ends: str = "") -> str:
+def launch(world: World, *, ends: str = "", saves: bool = False) -> str:
     """A launch; how it ended. `ends`: what happens to it after it has looked: "refused", "aside"
-    (it sets the run aside), "killed" after its first step, or "suspended" there for an hour."""
+    (it sets the run aside), "killed" after its first step, or "suspended" there for an hour. `saves`:
+    see `saving`."""
     world.alive.add(world.pid)
     watch = run_stop.StopWatch(run_dir=world.run_dir)
     try:
@@ -178,7 +196,7 @@ def launch(world: World, *, ends: str = "") -> str:
             return "refused"
         world.signed += 1
         world.owners[world.pid] = owner
-        return work(world, owner, watch, ends)
+        return work(world, owner, watch, ends, saves)
     except FileNotFoundError:  # the folder was removed
         return "lost"
     finally:
@@ -190,14 +208,21 @@ def launch(world: World, *, ends: str = "") -> str:
             owner.release()
 
 
-def work(world: World, owner: Owner, watch: run_stop.StopWatch, ends: str) -> str:
+def work(world: World, owner: Owner, watch: run_stop.StopWatch, ends: str, saves: bool) -> str:
     """The steps of a launch that owns the run."""
     who = {**identify(), "pid": world.pid}
     state = RunState(owner, [who], watch.look_for_request, status="running")
-    for step in range(STEPS):
+    first = 0
+    if saves:
+        run_dir_module.open_folders(world.run_dir)
+        newest = checkpoint_module.first_good(list_checkpoints(world.run_dir))
+        first = newest.step if newest else 0
+    for step in range(first, first + STEPS):
         if owner.lost():
             return "lost"
         world.lines.append(world.pid)
+        if saves:
+            save(world, step + 1)
         state.update(step=step)
         if state.refresh():
             return "lost"
@@ -249,6 +274,33 @@ class WatchedFolder(Folder):
         if written is not None:
             self.world.replaced.append(before and before.content)
         return written
+
+
+def saving(world: World, *, ends: str = "") -> str:
+    """A launch that goes on from the newest checkpoint and saves after each step, and keeps one
+    checkpoint; how it ended. `ends`: see `launch`."""
+    return launch(world, ends=ends, saves=True)
+
+
+def save(world: World, step: int) -> None:
+    """Save a step, and delete what retention does not keep. Without locks, two launches may save
+    the same step until one of them looks again; then one save fails."""
+    snapshot = Snapshot(step, {}, {}, [], {})
+    try:
+        snapshot.write(world.run_dir, f"checkpoint-{step}")
+    except OSError:
+        if world.has_locks:
+            raise
+        return
+    world.saved = max(world.saved, step)
+    prune(world.run_dir, step, {}, SaveSettings(keep_last_k=1))
+
+
+def read(world: World) -> None:
+    """A command that reads the newest checkpoint, as soon as there is one."""
+    while not world.saved:
+        time.sleep(0.05)
+    assert find_checkpoint(world.run_dir).step >= 1
 
 
 def stop(world: World) -> None:
@@ -305,6 +357,11 @@ SCENARIOS = {
     "mirror, killed": Scenario((partial(mirrored, ends="killed"), mirrored), "killed"),
     "mirror, suspended": Scenario((partial(mirrored, ends="suspended"), mirrored), "lost"),
     "stop, no locks": Scenario((launch, stop, launch), has_locks=False),
+    "retention": Scenario((saving, saving)),
+    "retention, killed": Scenario((partial(saving, ends="killed"), saving), "killed"),
+    "retention, suspended": Scenario((partial(saving, ends="suspended"), saving)),
+    "retention, no locks": Scenario((saving, saving), has_locks=False),
+    "retention, reader": Scenario((saving, read)),
 }
 
 
@@ -333,6 +390,21 @@ def _aside_without_owner(self: Owner) -> None:
     run_dir_module.set_aside(self.run_dir)
     self.run_dir.mkdir(exist_ok=True)
     (self.run_dir / run_owner.OWNER_NAME).write_bytes(self._record)
+
+
+def _look_once(list_paths: Callable[[], list[Path]]) -> Any:
+    """`look_for_good` that does not look again."""
+    return checkpoint_module.first_good(list_paths())
+
+
+def _open_in_place(run_dir: Path) -> None:
+    """`open_folders` that removes the unfinished saves of others under their own names."""
+    for name in run_dir_module.FOLDERS:
+        (run_dir / name).mkdir(parents=True, exist_ok=True)
+    for path in (run_dir / "checkpoints").iterdir():
+        if run_dir_module.HIDDEN_NAME.fullmatch(path.name):
+            with contextlib.suppress(OSError):
+                run_dir_module.remove_tree(path)
 
 
 really_look = run_stop.StopWatch.look_for_request
@@ -372,6 +444,16 @@ MISTAKES: dict[str, tuple[str, Any, str]] = {
         "nanochat.mirror_store.Folder._lock",
         lambda self: contextlib.nullcontext(),
         "mirror",
+    ),
+    "a reader looks once": (
+        "nanochat.checkpoint.look_for_good",
+        _look_once,
+        "retention, reader",
+    ),
+    "removes unfinished saves in place": (
+        "nanochat.run_dir.open_folders",
+        _open_in_place,
+        "retention, no locks",
     ),
     "waits without an end": ("nanochat.run_owner.LOCK_TRIES", 10**9, "suspended"),
     "an owner's file that vanishes is an error": (

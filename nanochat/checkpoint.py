@@ -545,6 +545,20 @@ def first_good(paths: Iterable[Path]) -> Checkpoint | None:
     return None
 
 
+def look_for_good(list_paths: Callable[[], list[Path]]) -> Checkpoint | None:
+    """`first_good` of the paths that `list_paths` returns, for whoever reads a run that may be training:
+    if none of them is good, but others are there by now, then the run has saved and deleted
+    meanwhile, and those are looked at."""
+    paths = list_paths()
+    while True:
+        try:
+            return first_good(paths)
+        except ValueError:
+            before, paths = paths, list_paths()
+            if paths == before:
+                raise
+
+
 def find_checkpoint(tag_or_path: str | os.PathLike[str] | None) -> Checkpoint:
     """The checkpoint with this path, or the newest good one of the run with this tag or directory;
     @STEP or @NAME after a run selects one. None stands for the only run. FileNotFoundError, which
@@ -555,22 +569,24 @@ def find_checkpoint(tag_or_path: str | os.PathLike[str] | None) -> Checkpoint:
     if (path / STATE_NAME).is_file() or path.absolute().parent.name == "checkpoints":
         return load_checkpoint(path)
     run_dir, selector = find_run_at(text)
-    checkpoints = list_checkpoints(run_dir)
-    matches = [
-        path
-        for path in checkpoints
-        if selector is None or selector in (path.name, f"{step_of(path):.0f}")
-    ]
-    if not matches:
+
+    def matches() -> list[Path]:
+        return [
+            path
+            for path in list_checkpoints(run_dir)
+            if selector is None or selector in (path.name, f"{step_of(path):.0f}")
+        ]
+
+    checkpoint = look_for_good(matches)
+    if checkpoint is None:
         which = ""
         if selector is not None:
             which = f" {selector!r}, expected a step, final, or nothing for the newest"
+        existing = ", ".join(path.name for path in list_checkpoints(run_dir))
         raise FileNotFoundError(
             f"{run_dir}: no checkpoint{which}; existing checkpoints: "
-            f"{', '.join(path.name for path in checkpoints) or 'none yet; train it first'}"
+            f"{existing or 'none yet; train it first'}"
         )
-    checkpoint = first_good(matches)
-    assert checkpoint is not None  # there are matches
     return checkpoint
 
 

@@ -268,10 +268,13 @@ def open_folders(run_dir: Path) -> None:
     writes. Called by the launch that owns the run when it starts."""
     for name in FOLDERS:
         (run_dir / name).mkdir(parents=True, exist_ok=True)
-    for path in list((run_dir / "checkpoints").iterdir()):
-        if HIDDEN_NAME.fullmatch(path.name):
+    for path in sorted((run_dir / "checkpoints").iterdir()):  # .del- before .tmp-
+        if found := HIDDEN_NAME.fullmatch(path.name):
+            # without locks, another launch may be about to give it its name: all of it or nothing
+            doomed = path.with_name(f".del-{found['name']}-{os.getpid()}")
             try:
-                remove_tree(path)
+                os.rename(path, doomed)
+                remove_tree(doomed)
             except OSError as e:
                 log.warning(
                     "%s: this unfinished save or deletion is in the way (%s); delete it",

@@ -35,8 +35,8 @@ from nanochat.checkpoint import (
     OPTIMIZER_NAME,
     Checkpoint,
     find_checkpoint,
-    first_good,
     list_checkpoints,
+    look_for_good,
     step_of,
 )
 from nanochat.cli import Parser, run_main, setup_logging
@@ -91,9 +91,12 @@ def launch_of(run: RunReader, step: int) -> Launch:
 def nearest_save(run: RunReader, step: int) -> Checkpoint | None:
     """The newest good checkpoint at or before a step; None for the beginning of the run.
     ValueError if a fork has none."""
-    earlier = [path for path in list_checkpoints(run.run_dir) if step_of(path) <= step]
+
+    def earlier() -> list[Path]:
+        return [path for path in list_checkpoints(run.run_dir) if step_of(path) <= step]
+
     with contextlib.suppress(ValueError):  # all of them are corrupt
-        found = first_good(earlier)
+        found = look_for_good(earlier)
         if found is not None:
             return found
     if run.first_step > 0:

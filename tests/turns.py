@@ -11,8 +11,8 @@ others could see (of the file system, a lock, or `step`), it may have to let ano
     preemption  at call number i, thread t goes on instead; the other one waits, as a suspended process
 
 One integer names a schedule. Numbers from 0 on hold up to three preemptions, `PLACES` for each one;
-negative numbers draw the thread at each call. Time is counted in calls, and passes at once while all
-threads sleep.
+negative numbers draw at each call whether the thread stays, and if not, which one goes on. Time is
+counted in calls, and passes at once while all threads sleep.
 """
 
 import contextlib
@@ -27,6 +27,7 @@ from typing import Any
 from unittest import mock
 
 PLACES = 1 << 12  # possible (call, thread) of a preemption
+STAYS = (0.0, 0.5, 0.8, 0.9, 0.97)  # how likely a thread goes on, in a schedule that is drawn
 CALL_S = 0.01  # how long a call takes
 CALLS_AT_MOST = 3000  # more means that a thread waits for something that never comes
 SEEN_BY_OTHERS = ("open", "mkdir", "rmdir", "rename", "replace", "link", "unlink", "stat", "lstat")
@@ -43,7 +44,8 @@ class Schedule:
         self.number = number
         self.threads = threads
         self.preemptions: dict[int, int] = {}
-        self._rng = random.Random(number) if number < 0 else None
+        self._rng = random.Random(number)
+        self._stays = self._rng.choice(STAYS)
         while number > 0:
             number, digit = divmod(number, PLACES)
             call, thread = divmod(digit - 1, threads)
@@ -67,8 +69,9 @@ class Schedule:
     def next(self, call: int, current: int, able: Sequence[int], *, gives_way: bool) -> int:
         """The thread that goes on at a call. `able`: those that neither sleep nor have ended. `gives_way`: the
         current one sleeps, or has ended."""
-        if self._rng is not None:
-            return self._rng.choice(able)
+        if self.number < 0:
+            stays = current in able and not gives_way and self._rng.random() < self._stays
+            return current if stays else self._rng.choice(able)
         chosen = self.preemptions.get(call, current)
         if chosen in able and not (gives_way and chosen == current):
             return chosen

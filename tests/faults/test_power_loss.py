@@ -44,6 +44,19 @@ def test_a_sync_that_is_taken_out_breaks_a_law(life, site, law):
     assert any(word in planted.found.problem for word in law.split("|"))
 
 
+def test_on_a_disk_that_lies_nothing_damaged_is_taken_for_good(life):
+    broken = power_loss.try_lying(life, random.Random(1), 150)
+    assert [found.problem for found in broken] == []
+
+
+@pytest.mark.parametrize("seal", ["of each file of a checkpoint", "of losses of rows"])
+def test_a_checksum_that_is_taken_out_lets_damage_pass(life, seal):
+    found = power_loss.plant_seal(life, random.Random(1), 150, seal)
+    assert found is not None and (
+        "taken for good" in found.problem or "nobody wrote" in found.problem
+    )
+
+
 # ---- the model of the disk -----------------------------------------------------------------------
 
 

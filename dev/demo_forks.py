@@ -8,7 +8,7 @@ their output.
     python -m dev.demo_forks all
 
 Everything goes to a temporary folder, which is deleted at the end. Duration on two idle cores: five
-to fifteen minutes each, all three within an hour; with --tiny a minute. `steps` needs 1 GB of disk.
+to ten minutes each, all three 20 minutes; with --tiny a minute. `steps` needs 1 GB of disk.
 
 A forger controls the whole run directory until the receipt is published. So each forged run is
 trained on from its false stretch, as if nothing had happened, and its log, settings, cursors and seals

@@ -423,17 +423,19 @@ def live_on(life: Life, said: Sequence[str]) -> None:
 # ---- a disk that lies ----------------------------------------------------------------------------
 
 
-def lying_states(life: Life, rng: random.Random, number: int) -> Iterator[State]:
-    """States of a disk that ignores every sync; in every other one, a bit of a file is flipped."""
+def lying_states(life: Life, rng: random.Random, number: int, part: str) -> Iterator[State]:
+    """States of a disk that ignores every sync; in every other one, a bit is flipped of a file whose
+    path contains `part`."""
     changes = [change for change in life.recorder.changes if change.kind != "sync"]
     for at, state in enumerate(states(life.recorder, rng, number, changes=changes)):
-        yield flipped(state, rng) if at % 2 and any(state.files.values()) else state
+        names = [name for name, content in state.files.items() if part in name and content]
+        yield flipped(state, names, rng) if at % 2 and names else state
 
 
-def flipped(state: State, rng: random.Random) -> State:
-    """A state with one bit of a file flipped. Each folder is as likely as another."""
+def flipped(state: State, names: Sequence[str], rng: random.Random) -> State:
+    """A state with one bit of one of these files flipped. Each folder is as likely as another."""
     folders: dict[str, list[str]] = {}
-    for name in sorted(name for name, content in state.files.items() if content):
+    for name in sorted(names):
         folders.setdefault(os.path.dirname(name), []).append(name)
     name = rng.choice(folders[rng.choice([*folders])])
     content = bytearray(state.files[name])
@@ -449,6 +451,11 @@ def check_accepted(state: State, life: Life) -> None:
         whole = life.whole[state.ids[name]]
         assert state.files[name] == whole, f"{name}: taken for good, and is not what was written"
     for tag, written in life.row_losses.items():
+        for path in run_dir.cursor_files(life.base / "runs" / tag).values():
+            name = str(path.relative_to(life.base))
+            found = if_good(run_dir.read_cursors, path)
+            is_same = found in (None, run_dir.unpack_cursors(life.whole[state.ids[name]], path))
+            assert is_same, f"{name}: cursors that nobody wrote"
         rows = row_losses(life.base, tag)
         for step, both in written.items():
             found = if_good(rows.read, step)
@@ -468,9 +475,6 @@ def accepted_files(base: Path) -> Iterator[str]:
                     path / STATE_NAME,
                     *(path / name for name in checkpoint.trainer_state["files"]),
                 ]
-        if (run / "logs").is_dir():
-            cursors = run_dir.cursor_files(run).values()
-            good += [path for path in cursors if if_good(run_dir.read_cursors, path)]
     if (base / "mirror").is_dir():
         good += accepted_of_mirror(base / "mirror")
     yield from (str(path.relative_to(base)) for path in good)
@@ -498,9 +502,10 @@ def if_good(read: Callable[..., Any], *args: object) -> Any:
         return None
 
 
-def try_lying(life: Life, rng: random.Random, number: int) -> Iterator[Found]:
-    """The states of a disk that lies in which something damaged is taken for good."""
-    some = lying_states(life, rng, number)
+def try_lying(life: Life, rng: random.Random, number: int, part: str = "") -> Iterator[Found]:
+    """The states of a disk that lies in which something damaged is taken for good. `part`: see
+    `lying_states`."""
+    some = lying_states(life, rng, number, part)
     for state in tqdm(some, total=number, desc="a disk that lies", disable=None, leave=False):
         put(state, life)
         try:
@@ -522,21 +527,22 @@ def _anything(*_: object) -> Any:
     return mock.ANY
 
 
-# {what: (the function that computes or compares its checksum, what takes its place)}
-SEALS: dict[str, tuple[str, Any]] = {
-    "of each file of a checkpoint": ("nanochat.checkpoint.hash_file", _anything),
-    "of the seal itself": ("nanochat.checkpoint.hash_bytes", _anything),
-    "of cursors": ("nanochat.run_dir.gzip.decompress", _without_checksum),
-    "of losses of rows": ("nanochat.run_dir._checksum", _anything),
-    "of a mark": ("nanochat.mirror_marks.hash_json", _anything),
-    "of a piece": ("nanochat.mirror_fetch.Piece", _anything),
+# {checksum: (the function that computes or compares it, what takes its place, files that it protects)}
+SEALS: dict[str, tuple[str, Any, str]] = {
+    "of each file of a checkpoint": ("nanochat.checkpoint.hash_file", _anything, "checkpoint-"),
+    "of the seal itself": ("nanochat.checkpoint.hash_bytes", _anything, STATE_NAME),
+    "of cursors": ("nanochat.run_dir.gzip.decompress", _without_checksum, "logs/cursors/"),
+    "of losses of rows": ("nanochat.run_dir._checksum", _anything, "logs/rows/"),
+    "of a mark": ("nanochat.mirror_marks.hash_json", _anything, "mirror/marks/"),
+    "of a piece": ("nanochat.mirror_fetch.Piece", _anything, "mirror/pieces/"),
 }
 
 
 def plant_seal(life: Life, rng: random.Random, number: int, seal: str) -> Found | None:
     """Take out a checksum; the first state in which something damaged is taken for good."""
-    with mock.patch(*SEALS[seal]):
-        return next(try_lying(life, rng, number), None)
+    target, mistake, part = SEALS[seal]
+    with mock.patch(target, mistake):
+        return next(try_lying(life, rng, number, part), None)
 
 
 # ---- the tool ------------------------------------------------------------------------------------
@@ -583,7 +589,9 @@ def plant(life: Life, rng: random.Random, number: int, kind: str, site: str) -> 
     """Take out or delay the syncs of a function, and try `number` states near them."""
     changes = MISTAKES[kind](life.recorder.changes, site)
     syncs = [at for at, change in enumerate(life.recorder.changes) if change.site == site]
-    near = {min(at + later, len(changes)) for at in syncs for later in range(-2, 40)}
+    # most of what a sync orders is close to it
+    distances = (*range(-2, 8), *range(8, 40, 4))
+    near = {min(at + later, len(changes)) for at in syncs for later in distances}
     some = states(life.recorder, rng, number, changes=changes, at=sorted(near))
     found = next(try_states(life, some, changes, number=number), None)
     return Planted(f"{site}, {kind}", len(syncs), found)

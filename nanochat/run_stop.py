@@ -33,7 +33,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from nanochat.common import duration, parse_json
+from nanochat.common import duration, parse_json, write_bytes
 from nanochat.run_dir import open_regular
 from nanochat.run_owner import last_owner
 from nanochat.run_state import identify_launcher, launcher_pid, process_start
@@ -313,13 +313,15 @@ def request_stop(run_dir: Path) -> None:
 
 
 def write_request(run_dir: Path, request: Request) -> None:
-    """Write the file of a request. OSError or ValueError if that fails."""
+    """Write the file of a request at once, so that nobody reads a part of it: a part would stop one
+    launch, and the whole request another. OSError or ValueError if that fails."""
     content = {
         name: getattr(request, name) for name in ("launcher", "boot", "uptime_s", "honoured")
     }
-    with open_regular(run_dir / FLAG_NAME, os.O_WRONLY | os.O_CREAT) as file:
-        file.truncate(0)
-        file.write(json.dumps(content).encode())
+    path = run_dir / FLAG_NAME
+    if os.path.lexists(path):
+        open_regular(path, os.O_RDONLY).close()  # ValueError for what is not ours
+    write_bytes(path, json.dumps(content).encode())
 
 
 def read_request(run_dir: Path) -> Request | None:

@@ -34,6 +34,9 @@ def print_split(run: Run) -> None:
         files = counted(len(files_of(train)), ".bin file")
         print0(f"data: {files}, each with documents for training and for validation")
         return
+    for root in sorted({str(manifest["root"]) for manifest in train.values()}):
+        if root.startswith("hf://"):  # with the commit, from which the branch may have moved on
+            print0(f"data: {root}")
     reads = f"this run trains on {run.horizon.total_tokens:,} tokens"
     is_new = not run.config and settings.val_path is None
     chosen = is_new and last_file_validates(data_at(settings.data_path or ""))

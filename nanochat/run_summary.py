@@ -46,6 +46,13 @@ def print_split(run: Run) -> None:
         ),
         sep="\n",
     )
+    left_out = [manifest.get("without", {}) for manifest in train.values()]
+    rows = [rows for without in left_out for rows in without.values()]
+    if rows:
+        number = sum(len(listed) for listed in rows if listed is not None)
+        whole = rows.count(None)
+        files = f" and {counted(whole, 'whole file')}" if whole else ""
+        print0(f"left out: {counted(number, 'document')}{files} (--without-documents)")
 
 
 def print_summary(

@@ -67,7 +67,7 @@ from nanochat.common import (
     write_json,
 )
 from nanochat.text import ORIGIN, TEXT_BYTES, Numbered, Selection, Skipped, prepared_dir
-from nanochat.text_kinds import describe_skipped, no_document, numbered_documents, warn_once
+from nanochat.text_kinds import describe_skipped, numbered_documents, warn_once
 
 log = logging.getLogger(__name__)
 
@@ -128,10 +128,17 @@ class TextFile(NamedTuple):
 # ---- preparing -----------------------------------------------------------------------------------
 
 
-def prepare(files: Sequence[TextFile]) -> list[Path]:
-    """The parquet file of each of the user's files, in that order. Files that were not prepared
+class Prepared(NamedTuple):
+    """A parquet file, and the record of how it was made."""
+
+    path: Path
+    record: Record
+
+
+def prepare(files: Sequence[TextFile]) -> list[Prepared]:
+    """What was prepared from each of the user's files, in that order. Files that were not prepared
     before are prepared now, under a progress bar. Warns about what is skipped. ValueError names a
-    file that cannot be read, or that holds no selected document. OSError if the disk is full."""
+    file that cannot be read. OSError if the disk is full."""
     if not files:
         return []
     targets = _targets(files)
@@ -139,14 +146,18 @@ def prepare(files: Sequence[TextFile]) -> list[Path]:
     folder = prepared_dir() / f"{_title(files[0])}-{hash_json(sorted(keys.items()))[:16]}"
     records = _read_records(folder)
     missing = _missing(folder, records, targets)
+    if missing and (larger := _larger(targets, keys)):
+        folder = larger
+        records = _read_records(folder)
+        missing = []
     if missing:
         with _alone(folder):
             records = _read_records(folder)  # another process may have prepared them meanwhile
             missing = _missing(folder, records, targets)
             records = _make(folder, records, {name: targets[name] for name in missing}, keys)
     _report(folder, records, targets, was_ready=not missing)
-    place_of = {file: folder / name for name, file in targets.items()}
-    return [place_of[file] for file in files]
+    made = {file: Prepared(folder / name, records[name]) for name, file in targets.items()}
+    return [made[file] for file in files]
 
 
 def _title(file: TextFile) -> str:
@@ -190,6 +201,17 @@ def _missing(folder: Path, records: Records, targets: dict[str, TextFile]) -> li
         if record is None or not is_whole or (file.selection.strict and record.has_mistakes):
             missing.append(name)
     return missing
+
+
+def _larger(targets: dict[str, TextFile], keys: dict[str, str]) -> Path | None:
+    """A folder that holds all of these files, and others: an earlier launch also prepared a file
+    without documents, or this one reads only the validation data."""
+    for path in sorted(prepared_dir().glob(f"*/{RECORDS}")):
+        records = _read_records(path.parent)
+        has_all = all(name in records and records[name].key == key for name, key in keys.items())
+        if has_all and not _missing(path.parent, records, targets):
+            return path.parent
+    return None
 
 
 def _size(place: Path) -> int:
@@ -346,8 +368,6 @@ def _convert(file: TextFile, key: str, place: Path, tick: Callable[[int], None])
             num_documents += len(group)
             text_bytes += sum(len(document.text.encode()) for document in group)
             tick(len(group))
-        if not num_documents:
-            raise no_document(source, file.selection, skipped)
         if file.key() != key:
             raise ValueError(
                 f"{file.path}: it changed while being read; run the same command again when it is complete"

@@ -538,4 +538,4 @@ def pin_files(
             every_file = list(chain.from_iterable(buckets.values()))
             check_format(str(roots[split]), every_file, data_format)
     folders = {split: root.folder for split, root in roots.items()}
-    return scan_all(folders, files, selection)
+    return scan_all(folders, files, selection, is_new=True)

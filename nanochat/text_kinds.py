@@ -11,7 +11,7 @@ import io
 import itertools
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pyarrow as pa
@@ -125,16 +125,20 @@ def warn_once(line: str) -> None:
         log.warning("%s", line)
 
 
-def no_document(path: AnyPath, selection: Selection, skipped: Skipped) -> ValueError:
-    """The error for a file without any selected document."""
+def no_document(files: Sequence[AnyPath], selection: Selection, skipped: Skipped) -> ValueError:
+    """The error for files without any selected document. `skipped`: what was skipped in the first."""
     why = "".join(f"; line {number}: {problem}" for number, problem in skipped["lines"][:1])
     part = ""
     if selection.part:
         part = f" in the {selection.part} part with --val-fraction {selection.val_fraction}"
     nulls = f"{counted(skipped['nulls'], 'null')}; " if skipped.get("nulls") else ""
+    remedy = "fix the file, or choose other data"
+    if selection.part == "val":
+        remedy = f"raise --val-fraction, {remedy}"
+    others = f", nor in {counted(len(files) - 1, 'other file')}" if len(files) > 1 else ""
     return ValueError(
-        f"{path}: no document is left{part} ({nulls}{counted(skipped['count'], 'broken line')}{why}; "
-        f"{skipped['short']:,} shorter than --min-chars); fix the file, or remove it"
+        f"{files[0]}: no document is left{part} ({nulls}{counted(skipped['count'], 'broken line')}{why}; "
+        f"{skipped['short']:,} shorter than --min-chars){others}; {remedy}"
     )
 
 

@@ -91,6 +91,51 @@ def test_folders_train_and_val_of_the_user_are_not_repeated(tmp_path, base_dir):
     ]
 
 
+# ---- files without documents ---------------------------------------------------------------------
+
+TWENTIETH = Selection(val_fraction=0.05)
+
+
+def names(manifests):
+    """{split: names of all files}."""
+    return {
+        split: [entry["name"] for manifest in buckets.values() for entry in manifest["files"]]
+        for split, buckets in manifests.items()
+    }
+
+
+def test_a_file_too_small_for_validation_is_trained_on_with_a_warning(tmp_path, caplog):
+    write_jsonl(tmp_path / "a.jsonl", DOCUMENTS[:17])
+    write_jsonl(tmp_path / "b.jsonl", DOCUMENTS)
+    manifests = pin_files(tmp_path, selection=TWENTIETH)
+    assert names(manifests) == {"train": ["a.jsonl", "b.jsonl"], "val": ["b.jsonl"]}
+    assert "1 file without a document for validation with --val-fraction 0.05" in caplog.text
+    assert "not used for it: a.jsonl" in caplog.text
+
+
+def test_a_foreign_file_is_left_out_with_a_warning(data, caplog):
+    write_jsonl(data / "logs" / "train.jsonl", ["x"]).write_text('{"step": 1}\n' * 55)
+    manifests = pin_files(data, selection=TWENTIETH)
+    assert names(manifests) == dict.fromkeys(("train", "val"), ["a.jsonl", "b.jsonl", "c.jsonl"])
+    assert "logs/train.jsonl: 55 broken lines skipped" in caplog.text
+    for use in ("training", "validation"):
+        assert f"1 file without a document for {use} with --val-fraction" in caplog.text
+
+
+def test_files_without_any_document_for_a_split_are_an_error(tmp_path):
+    for name in "ab":
+        write_jsonl(tmp_path / f"{name}.jsonl", DOCUMENTS[:9])
+    with pytest.raises(ValueError, match=r"a\.jsonl: no document is left in the val part .*nor in 1 o"):
+        pin_files(tmp_path, selection=TWENTIETH)
+
+
+def test_a_later_launch_reads_the_folder_of_the_first_although_it_holds_more(data, base_dir):
+    write_jsonl(data / "d.jsonl", ["x"]).write_text('{"step": 1}\n' * 55)
+    manifests = pin_files(data, selection=TWENTIETH)
+    assert check_files(manifests) == manifests and check_files({"val": manifests["val"]})
+    assert len(folders(base_dir)) == 1
+
+
 # ---- once ----------------------------------------------------------------------------------------
 
 

@@ -116,7 +116,8 @@ def test_a_file_too_small_for_validation_is_trained_on_with_a_warning(tmp_path, 
 def test_a_foreign_file_is_left_out_with_a_warning(data, caplog):
     write_jsonl(data / "logs" / "train.jsonl", ["x"]).write_text('{"step": 1}\n' * 55)
     manifests = pin_files(data, selection=TWENTIETH)
-    assert names(manifests) == dict.fromkeys(("train", "val"), ["a.jsonl", "b.jsonl", "c.jsonl"])
+    healthy = ["a.jsonl", "b.jsonl", "c.jsonl"]
+    assert names(manifests) == {"train": healthy, "val": healthy}
     assert "logs/train.jsonl: 55 broken lines skipped" in caplog.text
     for use in ("training", "validation"):
         assert f"1 file without a document for {use} with --val-fraction" in caplog.text

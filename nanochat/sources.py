@@ -53,6 +53,7 @@ from nanochat.rows import Document
 from nanochat.text import (
     ALL,
     JSON_LINES,
+    PLAIN_TEXT,
     SUFFIXES,
     TEXT_FIELD,
     Selection,
@@ -64,7 +65,7 @@ from nanochat.tokenizer import Tokenizer
 log = logging.getLogger(__name__)
 
 SOURCES = {  # the door for kinds of data files: {suffix: "module:class"}
-    **dict.fromkeys((*SUFFIXES, *JSON_LINES), "nanochat.parquet_source:ParquetSource"),
+    **dict.fromkeys((*SUFFIXES, *JSON_LINES, *PLAIN_TEXT), "nanochat.parquet_source:ParquetSource"),
     ".bin": "nanochat.token_source:TokenSource",
 }
 # a bucket with at most this many estimated tokens is shuffled document by document,

@@ -40,7 +40,7 @@ from nanochat.files import (
 )
 from nanochat.pins import Manifest, Manifests
 from nanochat.sources import reader_class, scan_all
-from nanochat.text import ALL, Selection, fetch_footers, text_suffix
+from nanochat.text import ALL, PLAIN_TEXT, Selection, fetch_footers, text_suffix
 
 log = logging.getLogger(__name__)
 
@@ -291,7 +291,7 @@ def drop_empty(data: DataPath, files: Sequence[AnyPath]) -> list[AnyPath]:
 def last_of(files: Sequence[AnyPath]) -> AnyPath | None:
     """The file of several that validates if nothing else is named: the last one, but none of a few
     .txt files beside other kinds of files, such as notes. None if there are too few files."""
-    others = [file for file in files if text_suffix(file.name) != ".txt"]
+    others = [file for file in files if text_suffix(file.name) not in PLAIN_TEXT]
     candidates = others or list(files)
     return candidates[-1] if len(candidates) > 1 else None
 
@@ -391,7 +391,7 @@ def _check_val_folders(root: AnyPath) -> None:
 def _too_few(train: Mapping[str, Sequence[AnyPath]]) -> str:
     """Why no file of the training data can validate."""
     files = next(iter(train.values()))
-    other = next((file for file in files if text_suffix(file.name) != ".txt"), files[0])
+    other = next((file for file in files if text_suffix(file.name) not in PLAIN_TEXT), files[0])
     beside = " beside .txt files" if len(files) > 1 else ""
     each_of = " in each bucket" if len(train) > 1 else ""
     return (

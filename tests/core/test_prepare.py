@@ -126,7 +126,9 @@ def test_a_foreign_file_is_left_out_with_a_warning(data, caplog):
 def test_files_without_any_document_for_a_split_are_an_error(tmp_path):
     for name in "ab":
         write_jsonl(tmp_path / f"{name}.jsonl", DOCUMENTS[:9])
-    with pytest.raises(ValueError, match=r"a\.jsonl: no document is left in the val part .*nor in 1 o"):
+    with pytest.raises(
+        ValueError, match=r"a\.jsonl: no document is left in the val part .*nor in 1 o"
+    ):
         pin_files(tmp_path, selection=TWENTIETH)
 
 

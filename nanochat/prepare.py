@@ -38,6 +38,7 @@ import os
 import re
 import shutil
 import time
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -66,6 +67,8 @@ from nanochat.common import (
     table,
     write_json,
 )
+from nanochat.pins import DATA_MANIFEST, read_manifests
+from nanochat.run_dir import list_runs, run_path
 from nanochat.text import ORIGIN, TEXT_BYTES, Numbered, Selection, Skipped, prepared_dir
 from nanochat.text_kinds import describe_skipped, numbered_documents, warn_once
 
@@ -77,6 +80,7 @@ RECORDS = "prepared.json"
 KEEP_S = 10.0  # time between two writes of it
 POLL_S = 0.1  # time between two looks at a lock
 FILE, LINE = "from_file", "from_line"  # columns: where a document is in the user's own files
+USES = {"train": "training", "val": "validation"}  # of the splits, in sentences
 FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -402,10 +406,13 @@ def _report(
         files = f"{counted(len(with_nulls), 'file')}: {few(sorted(with_nulls))}"
         field = next(iter(targets.values())).selection.text_field
         warn_once(f"skipped {total} in column `{field}` of {files}")
+    documents = Counter[str]()
+    for record, file in zip(made, targets.values()):
+        documents[file.split] += record.documents
     log.info(
         "text: %s with %s %s as parquet in %s (%.1f MB; python -m nanochat.prepare --remove deletes it)",
         counted(len({file.path for file in targets.values()}), "file"),
-        counted(sum(record.documents for record in made), "document"),
+        " and ".join(f"{counted(n, 'document')} for {USES[key]}" for key, n in documents.items()),
         "prepared before" if was_ready else "prepared now",
         folder,
         sum(record.num_bytes for record in made) / 1e6,
@@ -419,6 +426,21 @@ def disk_bytes(folder: Path) -> int:
     """The bytes below a folder. Hard links are counted once."""
     stats = [path.stat() for path in folder.rglob("*") if path.is_file()]
     return sum({(stat.st_dev, stat.st_ino): stat.st_size for stat in stats}.values())
+
+
+def _users(base: Path) -> defaultdict[str, list[str]]:
+    """{prepared folder: runs that began with it}."""
+    users = defaultdict[str, list[str]](list)
+    for tag in list_runs():
+        used = set()
+        with contextlib.suppress(OSError, ValueError):  # a run whose manifest is corrupt
+            manifests = read_manifests(run_path(tag) / DATA_MANIFEST)
+            for manifest in itertools.chain(*(of.values() for of in manifests.values())):
+                places = [Path(entry.get("parquet", "")) for entry in manifest["files"]]
+                used |= {p.relative_to(base).parts[0] for p in places if p.is_relative_to(base)}
+        for folder in used:
+            users[folder].append(tag)
+    return users
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -443,13 +465,22 @@ def main(argv: Sequence[str] | None = None) -> int:
             )
     chosen = [known[name] for name in args.names] or folders
     rows = []
+    users = _users(base)
     for folder in chosen:
         records = _read_records(folder).values()
         sources = sorted({record.source for record in records})
         made_from = few(sources) if folder != older else "an older version, no longer used"
-        rows.append([folder.name, disk_bytes(folder) / 1e6, len(records), made_from])
+        rows.append(
+            [
+                folder.name,
+                disk_bytes(folder) / 1e6,
+                len(records),
+                made_from,
+                few(users[folder.name]) or "-",
+            ]
+        )
     if rows:
-        print(*table(["folder", "MB", "files", "made from"], rows), sep="\n")
+        print(*table(["folder", "MB", "files", "made from", "runs"], rows), sep="\n")
     total = disk_bytes(base) + (disk_bytes(older) if older.is_dir() else 0)
     print(f"{base}: {counted(len(folders), 'folder')}, {total / 1e6:,.1f} MB")
     if args.remove:

@@ -48,7 +48,7 @@ from nanochat.pins import (
     not_pinned_yet,
     place_of,
 )
-from nanochat.prepare import Record, TextFile, prepare
+from nanochat.prepare import USES, Record, TextFile, prepare
 from nanochat.rows import Document
 from nanochat.text import (
     ALL,
@@ -375,10 +375,9 @@ def _leave_out_empty(buckets: dict[str, Manifest], empty: Mapping[TextFile, Reco
         if split == "train" or not buckets:
             files = [file.path for file in of_bucket]
             raise no_document(files, selection, empty[of_bucket[0]].skipped)
-    use = "training" if split == "train" else "validation"
     part = f" with --val-fraction {selection.val_fraction}" * bool(selection.part)
     warn_once(
-        f"{root}: {counted(len(empty), 'file')} without a document for {use}{part}, not used for it: "
+        f"{root}: {counted(len(empty), 'file')} without a document for {USES[split]}{part}, not used for it: "
         f"{few(file.name for file in empty)}"
     )
 

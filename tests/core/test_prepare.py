@@ -139,6 +139,15 @@ def test_a_later_launch_reads_the_folder_of_the_first_although_it_holds_more(dat
     assert len(folders(base_dir)) == 1
 
 
+def test_a_line_says_what_the_prepared_documents_are_for(data, caplog):
+    with caplog.at_level("INFO"):
+        manifests = pin_files(data, selection=TWENTIETH)
+        check_files({"train": {}, "val": manifests["val"]})
+    lines = [line for line in caplog.messages if line.startswith("text: ")]
+    assert "3 files with 57 documents for training and 3 documents for validation" in lines[0]
+    assert "3 files with 3 documents for validation prepared before" in lines[1]
+
+
 # ---- once ----------------------------------------------------------------------------------------
 
 
@@ -397,6 +406,18 @@ def test_the_command_lists_sizes_and_sources(data, base_dir, capsys):
     prepare.main([])
     printed = capsys.readouterr().out
     assert folders(base_dir)[0].name in printed and "a.jsonl" in printed and "1 folder" in printed
+
+
+def test_the_command_names_the_runs_that_began_with_a_folder(data, base_dir, capsys):
+    for tag, selection in (("mine", TWENTIETH), ("other", Selection(val_fraction=0.5))):
+        run = base_dir / "runs" / tag
+        run.mkdir(parents=True)
+        (run / ".run_state.json").touch()
+        manifests = pin_files(data, selection=selection)
+        (run / "data_manifest.json").write_text(json.dumps(manifests))
+    prepare.main([])
+    lines = capsys.readouterr().out.splitlines()
+    assert sorted(line.split()[-1] for line in lines[1:3]) == ["mine", "other"]
 
 
 def test_the_command_removes_all_folders_and_those_of_older_versions(data, base_dir, capsys):

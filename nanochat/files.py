@@ -49,7 +49,7 @@ from nanochat.common import (
     storage_of,
 )
 from nanochat.text import PLAIN_TEXT, SUFFIXES, text_suffix
-from nanochat.text_kinds import is_json_lines, saved_files
+from nanochat.text_kinds import is_json_lines, saved_files, warn_once
 
 log = logging.getLogger(__name__)
 
@@ -483,13 +483,9 @@ def _warn_of_copies(folder: AnyPath, files: Sequence[AnyPath]) -> None:
     copies = [some for some in names.values() if len(some) > 1]
     if copies:
         first, second = (os.path.relpath(file, folder) for file in copies[0][:2])
-        log.warning(
-            "%s: %s reachable by several names, so the documents are read once for each name (%s is %s); "
-            "delete the links that are not wanted",
-            folder,
-            counted(len(copies), "file"),
-            second,
-            first,
+        warn_once(
+            f"{folder}: {counted(len(copies), 'file')} reachable by several names, so the documents are read "
+            f"once for each name ({second} is {first}); delete the links that are not wanted"
         )
 
 

@@ -15,7 +15,6 @@ count only if some of the files beside each other are for training and others ar
 file `test.parquet` or a bucket `dev/` is ordinary data.
 """
 
-import logging
 import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -41,8 +40,7 @@ from nanochat.files import (
 from nanochat.pins import Manifest, Manifests
 from nanochat.sources import reader_class, scan_all
 from nanochat.text import ALL, PLAIN_TEXT, Selection, fetch_footers, text_suffix
-
-log = logging.getLogger(__name__)
+from nanochat.text_kinds import warn_once
 
 POINTERS = (b"version https://git-lfs.github.com/", b"/annex/objects/")  # how they begin
 POINTER_BYTES = 1 << 10  # no pointer is larger
@@ -191,7 +189,7 @@ def find_splits(data: DataPath, data_format: str = "text", *, by_bucket: bool = 
     if tests:
         ignored["for testing, by name"] = tests
     if ignored:
-        log.warning("%s: %s", data, describe_ignored(data.folder, ignored))
+        warn_once(f"{data}: {describe_ignored(data.folder, ignored)}")
     return splits
 
 
@@ -279,12 +277,8 @@ def drop_empty(data: DataPath, files: Sequence[AnyPath]) -> list[AnyPath]:
             f"write them again, or choose other data with --data-path and --val-path"
         )
     if empty:
-        log.warning(
-            "%s: skipping %s without documents: %s",
-            data,
-            counted(len(empty), "file"),
-            few(empty, folder),
-        )
+        number = counted(len(empty), "file")
+        warn_once(f"{data}: skipping {number} without documents: {few(empty, folder)}")
     return [file for file, content in zip(files, contents) if content == "documents"]
 
 

@@ -522,3 +522,12 @@ def test_a_warning_counts_files_of_kinds_that_nothing_reads(tmp_path):
     [(reason, files)] = names.items()
     assert files == ["b.py", "c.md"] and "not a kind of file that is read" in reason
     assert "docs/data.md" in reason
+
+
+def test_a_warning_about_files_is_given_once_although_they_are_listed_again(tmp_path, caplog):
+    folder = write(tmp_path, "a.parquet", "b.parquet", "c.csv")
+    (folder / "d.jsonl").touch()
+    for _ in range(2):
+        split_train_val(data_at(folder))
+    assert sum("not read" in message for message in caplog.messages) == 1
+    assert sum("without documents" in message for message in caplog.messages) == 1

@@ -63,7 +63,9 @@ from nanochat.common import (
     fsync_dir,
     hash_file,
     hash_json,
+    is_remote,
     local_copy,
+    make_local_copies,
     read_json,
     remove_leftovers,
     table,
@@ -263,6 +265,13 @@ def _make(
 ) -> Records:
     """Prepare the missing files, several at once, and return the records of all. After an error
     or a stop, what is finished is kept, and recorded."""
+    # once each: the parts for training and for validation are made of the same file
+    copied = {str(file.path): file.path for file in missing.values() if is_remote(file.path)}
+    if copied:
+        num_bytes = sum(path.stat().st_size for path in copied.values())
+        files = counted(len(copied), "file")
+        log.info("text: %s are copied to prepare them (%.1f MB)", files, num_bytes / 1e6)
+        make_local_copies(copied.values())
     elsewhere = _by_key()
     records = dict(records)
     errors: list[Exception] = []

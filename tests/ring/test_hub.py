@@ -477,7 +477,8 @@ def test_no_token_and_no_signed_address_is_shown(hub, monkeypatch):
     assert TOKEN not in error and "hidden" not in error and "access denied" in error
 
 
-def test_a_file_is_fetched_once_for_both_parts_that_are_prepared_of_it(hub):
+def test_a_file_is_fetched_once_for_both_parts_that_are_prepared_of_it(hub, monkeypatch):
+    monkeypatch.setattr(hub, "latency_s", 0.2)  # so that both would ask before one is answered
     train(val_fraction=0.3, num_iterations=1)
     asked = Counter((request.path, request.range) for request in hub.asked("", "store"))
     # all of a file, which is larger than the part at its end that holds its footer

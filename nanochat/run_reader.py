@@ -41,6 +41,7 @@ from nanochat.run_dir import (
     find_run_at,
     is_step,
     iter_log,
+    mix_text,
     read_config,
     read_cursors,
 )
@@ -536,7 +537,8 @@ def tree_of(parents: Mapping[str, str | None]) -> dict[str, int]:
 
 
 def differing_settings(configs: Sequence[Mapping[str, Any]]) -> Table:
-    """(name, one JSON value per run) of the settings that differ between runs."""
+    """(name, one JSON value per run) of the settings that differ between runs; of curricula that
+    differ in their mixes, only these, in words."""
     names: dict[str, None] = {}
     for config in configs:
         names |= dict.fromkeys(config)
@@ -545,6 +547,10 @@ def differing_settings(configs: Sequence[Mapping[str, Any]]) -> Table:
     rows: Table = []
     for name in names:
         values = [json.dumps(config[name]) if name in config else None for config in configs]
+        mixes = [mix_text(config.get(name)) for config in configs]
+        short = [mix or value for mix, value in zip(mixes, values)]
+        if len(set(short)) == len(set(values)):
+            values = short
         if len(set(values)) > 1:
             rows.append((name, *values))
     return rows

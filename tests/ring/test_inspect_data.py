@@ -230,7 +230,8 @@ def test_rows_are_packed_from_the_nearest_good_cursors_and_equal_those_of_the_sa
             "rows", f"--step={step}", "--json", "--text", *training.flags(model_tag=None)
         )
     assert "step-00000006.json.gz" in caplog.text
-    assert "has trained 8 steps" in caplog.text and "has trained 0 steps" not in caplog.text
+    assert "ended with step 7; step 9 would come" in caplog.text
+    assert "has trained 0 steps" not in caplog.text
 
 
 def test_a_run_whose_data_was_moved_is_read_where_data_path_says(run_dir):
@@ -439,6 +440,26 @@ def test_a_run_that_continues_the_data_of_another_counts_only_its_own_steps(kill
         assert places(passes) == {use[:6] for use in table.get(document, ())}
         fates |= {inspect_data.fate(run, found) for found in passes}
     assert "before this run began" in fates
+
+
+def test_a_document_is_found_in_the_rows_that_a_run_and_its_ancestors_trained_on(killed, caplog):
+    """Regression: the rows of a fork's parent, whose weights the fork continues, were left out."""
+    table = killed.tables["text"]
+    training.succeed(
+        **RUNS["text"],
+        **{"model_tag": "child", "data_path": killed.folder / "text", "fork_from": "text@15"},
+        **{"curriculum": killed.folder / "mix.yaml", "num_iterations": STEPS, "leaves": 2},
+    )
+    document = next(name for name in table if {use[1] < 15 for use in table[name]} == {True})
+    [found] = json_lines("find", "child", f"--document={document}", "--json")
+    uses = [use for of_epoch in found["passes"] for use in of_epoch["uses"]]
+    assert {tuple(use.values()) for use in uses} == table[document]
+    out = run("find", "child", "--text=e")
+    assert "the run or text (steps 0 to 14) trained on " in out
+    err = command(inspect_data.main, "rows", "child", "--step=3").err
+    assert "ask text, whose step 3 it continues" in err
+    run("rows", "child", f"--step={STEPS}")
+    assert f"ended with step {STEPS - 1}; step {STEPS} would come after it" in caplog.text
 
 
 def test_of_many_documents_with_a_text_those_trained_on_are_shown(killed, monkeypatch):

@@ -283,8 +283,14 @@ class RunReader:
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens trained on."""
+        """Number of tokens trained on, those of a fork's ancestors included."""
         return self.steps[-1]["tokens"] if self.steps else 0
+
+    @property
+    def own_tokens(self) -> int:
+        """Number of tokens that this run itself trained on, in `train_time_s`."""
+        before = self.fork.tokens if self.fork is not None else 0
+        return max(0, self.num_tokens - before)
 
     @property
     def horizon(self) -> int | None:
@@ -300,7 +306,7 @@ class RunReader:
 
     @property
     def train_time_s(self) -> float:
-        """Seconds spent in steps."""
+        """Seconds spent in the run's own steps."""
         return sum(step["step_s"] for step in self.steps)
 
     def median(self, name: str, last: int = 0) -> float:

@@ -64,6 +64,7 @@ from nanochat.sources import Place, RunData, Source
 from nanochat.spikes import ENOUGH, NORMAL, WINDOW
 from nanochat.start_run import command, find_data, inspect_run, open_run
 from nanochat.stream import AnyStream, Cursor, Stream, ledger, open_stream
+from nanochat.tokenizer import Tokenizer
 from scripts.receipt import open_receipt
 
 log = logging.getLogger(__name__)
@@ -77,7 +78,8 @@ AROUND = 8  # steps before a spike that define the usual loss of a bucket
 WORST = 3  # rows shown per spike, and documents shown per row
 LEGEND = """\
 lane_row: the row's number in its lane; {loss}at: position in the row; tokens: how many are in the row
-off: how many of them have no loss; group: part of the file; document, document_in_group: number in file and group
+off: how many of them have no loss: the first ones after BOS, which an earlier row holds, too, or masked ones
+(--text shows them as [no loss: ...]); group: part of the file; document, document_in_group: number in file and group
 epoch: pass over the data; start, stop: its tokens from start to before stop; of: all it has; numbers count from 0"""
 FIND_LEGEND = """\
 epoch: pass over the data; row: its number in the step; lane: the virtual reader; start, stop: its tokens from start
@@ -346,6 +348,23 @@ def ids_of(row: Row, place: Mapping[str, Any]) -> np.ndarray:
     return row.tokens[begin : begin + place["tokens"]]
 
 
+def text_lines(tokenizer: Tokenizer, row: Row, place: Mapping[str, Any]) -> list[str]:
+    """The lines of a document's text in a row, for a terminal. What has no loss is in brackets."""
+    ids = ids_of(row, place)
+    live = np.ones(len(ids), np.uint8)
+    if row.live is not None:
+        live = row.live[place["at"] : place["at"] + place["tokens"]]
+    changes = np.flatnonzero(np.diff(live)) + 1
+    shown = ""
+    at = 0
+    for part in np.split(ids, changes):
+        text = tokenizer.decode(part.tolist())
+        shown += text if live[at] else f"[no loss: {text}]"
+        at += len(part)
+    # Only these end a line here: splitlines would hide the others that the model reads, such as \r.
+    return [visible(line) for line in shown.removesuffix("\n").split("\n")]
+
+
 def show_rows(opened: Opened, args: argparse.Namespace) -> int:
     """Print the documents in each row of a step."""
     if args.row is not None and args.row >= opened.rows_per_step:
@@ -387,7 +406,7 @@ def show_rows(opened: Opened, args: argparse.Namespace) -> int:
                     ids = ids_of(row, document)
                     text = opened.data.tokenizer.decode(ids.tolist())
                     document["text"] = text
-                    texts.append([visible(line) for line in text.splitlines()])
+                    texts.append(text_lines(opened.data.tokenizer, row, document))
             if args.json:
                 print(json.dumps({**head, "documents": documents}))
     if not args.json:

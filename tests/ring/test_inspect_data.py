@@ -184,11 +184,24 @@ def test_text_is_that_of_the_rows_tokens(corpus, monkeypatch):
     assert table.split()[:4] == ["step", "row", "lane", "lane_row"] and "--row=N" not in table
     monkeypatch.setattr(inspect_data, "LINES", 5)
     many = run("rows", "--step=3", "--text", *stream_flags(corpus, "split")).splitlines()
-    assert len(many) == 1 + 2 * 5 + 1 + 3 and many[-4].startswith("5 of the step's ")
-    assert many[-3:] == table.splitlines()[-3:]
-    legend = "; " + "; ".join(many[-3:])
+    assert len(many) == 1 + 2 * 5 + 1 + 4 and many[-5].startswith("5 of the step's ")
+    assert many[-4:] == table.splitlines()[-4:]
+    legend = "; " + "; ".join(many[-4:])
     unexplained = [name for name in many[0].split() if not re.search(rf"[,;] {name}[,:]", legend)]
     assert unexplained == ["step", "row", "lane", "bucket", "file"], "explained by the name itself"
+
+
+def test_the_text_shows_every_end_of_a_line_and_which_tokens_have_no_loss():
+    """Regression: \\r was hidden, and `off 64` did not say which tokens these are."""
+    tokenizer = SimpleNamespace(decode=lambda ids: bytes(ids).decode())
+    tokens = np.frombuffer(b"#again\r\nnew\r\n#next", np.uint8)
+    live = np.ones(len(tokens), np.uint8)
+    live[1:6] = 0
+    row = SimpleNamespace(tokens=tokens, live=live)
+    lines = inspect_data.text_lines(tokenizer, row, {"at": 0, "tokens": 13})
+    assert lines == ["#[no loss: again]\\u000d", "new\\u000d"]
+    row.live = None
+    assert inspect_data.text_lines(tokenizer, row, {"at": 13, "tokens": 5}) == ["#next"]
 
 
 def test_a_document_does_not_control_the_terminal(corpus, tmp_path, monkeypatch):

@@ -64,6 +64,7 @@ from nanochat.sources import Place, RunData, Source
 from nanochat.spikes import ENOUGH, NORMAL, WINDOW
 from nanochat.start_run import command, find_data, inspect_run, open_run
 from nanochat.stream import AnyStream, Cursor, Stream, ledger, open_stream
+from nanochat.text import text_suffix
 from nanochat.tokenizer import Tokenizer
 from scripts.receipt import open_receipt
 
@@ -327,6 +328,9 @@ def places_in(opened: Opened, stream: AnyStream, row: Row) -> list[dict[str, Any
         if opened.has_lines:
             origin = source.origin_of(group, number)
             place["line"] = origin and origin.line
+            if origin and text_suffix(origin.file) == ".txt":  # the document is many lines of it
+                before = opened.data.tokenizer.decode(document.ids[:start].tolist())
+                place["line"] = origin.line + before.count("\n")
         documents.append(place)
         at += length
     return documents
@@ -413,7 +417,9 @@ def show_rows(opened: Opened, args: argparse.Namespace) -> int:
         print_rows(lines, texts, whole_row=args.row is not None)
         print(LEGEND.format(loss="loss: the row's mean; " if losses else ""))
         if opened.has_lines:
-            print("line: where the document begins in the file, from 1")
+            print(
+                "line: where the document, or this part of a .txt file, begins in the file, from 1"
+            )
     return 0
 
 

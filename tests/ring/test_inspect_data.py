@@ -204,6 +204,21 @@ def test_the_text_shows_every_end_of_a_line_and_which_tokens_have_no_loss():
     assert inspect_data.text_lines(tokenizer, row, {"at": 13, "tokens": 5}) == ["#next"]
 
 
+def test_the_part_of_a_book_in_a_row_has_its_line_in_the_file(tmp_path):
+    """Regression: it was always line 1."""
+    with training.workplace(tmp_path / "base"):
+        (tmp_path / "books").mkdir()
+        text = "".join(f"{line} is this line, \u00e9\u4e2d\r\n" for line in range(1, 999))
+        for name in ("a", "b"):
+            (tmp_path / "books" / f"{name}.txt").write_text(text, newline="")
+        flags = [*FLAGS, f"--data-path={tmp_path / 'books'}", "--long-docs=split", "--overlap=2"]
+        rows = json_lines("rows", "--step=9", "--text", "--json", *flags)
+    for place in [place for row in rows for place in row["documents"]]:
+        second = place["text"].split("\n")[1]
+        assert int(second.split()[0]) == place["line"] + 1
+    assert place["line"] > 20, "the case"
+
+
 def test_a_document_does_not_control_the_terminal(corpus, tmp_path, monkeypatch):
     hostile = "\x1b]0;title\x07\x9b2J\u202e \r over"
     for i in range(2):

@@ -70,19 +70,20 @@ def only_live_run() -> Path:
     raise ValueError(f"which run? In {get_base_dir() / 'runs'}, {problem}")
 
 
-def find(name: str) -> Path:
-    """The run with this name. FileNotFoundError if it does not exist. Its first launch may be
-    starting, so the request is left for that launch, unless the name looks misspelled."""
+def find(name: str) -> Path | None:
+    """The run with this name. None if it does not exist: its first launch may be starting, so the
+    request is left for that launch. FileNotFoundError if the name looks misspelled, or is a path."""
     try:
         return find_run(name)
     except FileNotFoundError as e:
-        if "did you mean" not in str(e):
-            with contextlib.suppress(ValueError):  # the name is a path
-                request_stop(run_path(name))
-                raise FileNotFoundError(
-                    f"{e}; if its first launch is starting now, it stops after one step"
-                ) from None
-        raise
+        if "did you mean" in str(e):
+            raise
+        try:
+            request_stop(run_path(name))
+        except ValueError:  # the name is a path
+            raise e from None
+        print(f"asked: {e}; if its first launch is starting now, it stops after at most one step")
+        return None
 
 
 def force(run: dict[str, Any]) -> bool:
@@ -115,10 +116,15 @@ def force(run: dict[str, Any]) -> bool:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Request the stop; with flags, kill processes or wait. ValueError and FileNotFoundError if no
-    run is found."""
+    """Request the stop; with flags, kill processes or wait. Exit code 1 if there is nothing to wait
+    for or to kill, or it fails. ValueError and FileNotFoundError if no run can have the name."""
     args = parse_args(argv)
     run_dir = only_live_run() if args.run is None else find(args.run)
+    if run_dir is None:
+        if not (args.wait or args.force):
+            return 0
+        print("no process is known to wait for or to kill; try again soon", file=sys.stderr)
+        return EXIT_FAILED
     request_stop(run_dir)
     reader = RunReader(run_dir)
     run = reader.status()
@@ -130,8 +136,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"asked {run_dir.name} to stop: it saves after the current step", flush=True)
     elif not args.force:
         print(
-            f"{run_dir.name} is not active; a launch that is starting now stops after one step\n{status_text(run)}"
+            f"{run_dir.name} is not active; a launch that is starting now stops after at most one step"
         )
+        print(status_text(run))
         return 0
     if args.force and not force(run):
         return EXIT_FAILED

@@ -461,11 +461,16 @@ class Settings(
         return 0 if self.mix is None else sum(phase.duration_tokens for phase in self.mix.phases)
 
     @property
+    def curriculum_begin(self) -> int:
+        """The tokens of the run from which the phases of its curriculum count: those at the fork
+        that named it."""
+        begin: int = (self.fork or {}).get("mix_tokens", 0)
+        return begin
+
+    @property
     def curriculum_end(self) -> int:
         """The tokens of the run at which its curriculum ends; 0 without a curriculum."""
-        if self.mix is None:
-            return 0
-        return (self.fork or {}).get("mix_tokens", 0) + self.curriculum_tokens
+        return 0 if self.mix is None else self.curriculum_begin + self.curriculum_tokens
 
     @property
     def tag(self) -> str:

@@ -127,6 +127,20 @@ def branch_off(settings: Settings, parent: Parent) -> Settings:
     return replace(settings, fork=fork._asdict())
 
 
+def note_length(settings: Settings, parent: Parent, num_iterations: int) -> Settings:
+    """The settings of a fork of `num_iterations` steps. Its record names the length if it is not
+    the parent's, because that changes the schedules, and may follow from another setting: from the
+    curriculum, say."""
+    fork = Fork.of(settings.fork)
+    assert fork is not None
+    # the length that the parent had at this step
+    length = parent.checkpoint.load(SCHEDULER_NAME).get("num_iterations")
+    if length in (None, num_iterations):
+        return settings
+    changes = {**fork.changes, "num_iterations": [length, num_iterations]}
+    return replace(settings, fork=fork._replace(changes=changes)._asdict())
+
+
 def _check_halt(settings: Settings, parent: Parent, changes: Mapping[str, Any]) -> None:
     """ValueError if the parent halted, and these changes do not lift that."""
     checkpoint = parent.checkpoint

@@ -76,6 +76,7 @@ from nanochat.fork import (
     files_of_fork,
     find_parent,
     first_checkpoint,
+    note_length,
 )
 from nanochat.pins import DATA_MANIFEST, Manifests, bare, leave_out, read_manifests
 from nanochat.plan import print_passes, rehearse
@@ -93,7 +94,7 @@ from nanochat.run_dir import (
 from nanochat.run_guard import Guard
 from nanochat.run_order import order_of, stream_config
 from nanochat.run_settings import build_model as build_model  # forks import it from here
-from nanochat.run_settings import derive, device_memory, resolve
+from nanochat.run_settings import derive, device_memory, how_to_extend, resolve
 from nanochat.run_settings import estimate_memory as estimate_memory
 from nanochat.schedule import Horizon
 from nanochat.sources import RunData, check_files, open_data, warn_of_arrivals
@@ -184,8 +185,8 @@ class Start:
         if status == "completed" and self.step >= self.horizon.num_iterations and ended:
             return Over(
                 0,
-                f"{self.run_dir}: completed ({where}), nothing to do; to train further, raise "
-                f"--num-iterations; to start another run, use --model-tag=NAME",
+                f"{self.run_dir}: completed ({where}), nothing to do; to train further, "
+                f"{how_to_extend(self.settings)}; to start another run, use --model-tag=NAME",
             )
         allowed = self.settings.allow_bucket_exhaustion and not self.state.get("all_dry")
         if status == "halted" and not allowed:
@@ -335,6 +336,7 @@ def _inspect(run_dir: Path, settings: Settings, device: torch.device) -> Start:
         manifests.get("train"),
     )
     if parent is not None:
+        settings = note_length(settings, parent, horizon.num_iterations)
         checkpoint = first_checkpoint(parent, settings, model_config)
     if (loaded := checkpoint or origin) is not None:
         loaded.check_tokenizer(settings.tokenizer_fingerprint)

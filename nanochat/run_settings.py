@@ -209,9 +209,9 @@ def _check_budget(settings: Settings, horizon: Horizon) -> None:
         return
     raise ValueError(
         f"--curriculum: its phases, which count from token {settings.curriculum_begin:,} of the run, end at "
-        f"{budget:,}, but the run trains on {total:,} ({horizon.num_iterations:,} steps); "
-        f"remove --num-iterations to train as long as the curriculum "
-        f"lasts, name a --curriculum with other durations, or set allow_budget_mismatch: true in it"
+        f"{budget:,}, but the run trains on {total:,} ({horizon.num_iterations:,} steps); remove "
+        f"--num-iterations to train as long as the curriculum lasts, name a --curriculum with other "
+        f"durations, or set allow_budget_mismatch: true in it"
     )
 
 

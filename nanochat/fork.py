@@ -28,9 +28,8 @@ from pathlib import Path
 from typing import Any
 
 from nanochat.checkpoint import SCHEDULER_NAME, Checkpoint, find_checkpoint
-from nanochat.cli import Decides
 from nanochat.common import Difference, differences, hash_json, print0
-from nanochat.config import OF_ONE_RUN, Settings, fields_of, flag
+from nanochat.config import OF_ONE_RUN, OF_ROWS, Settings, fields_of, flag, is_kept_by_forks
 from nanochat.files import data_at
 from nanochat.gpt import GPTConfig
 from nanochat.order import StreamConfig, open_order
@@ -48,8 +47,6 @@ from nanochat.run_order import order_of, stream_config
 from nanochat.sources import RunData, Source, check_files
 from nanochat.stream import Cursor, RowsConfig, stream_identity
 
-# settings that say what rows hold, and that a fork may change nevertheless
-OF_ROWS = ("max_seq_len", "packing", "long_docs", "overlap", "buffer_size", "curriculum")
 # settings that follow from the machine
 MACHINE = ("world_size", "cpu_threads", "device_type")
 # settings that decide the length of a run
@@ -197,9 +194,7 @@ def _changes(settings: Settings, parent: Parent) -> dict[str, list[Any]]:
         if then[name] == now[name] and not (name == "data_path" and name in named):
             continue
         changes[name] = [then[name], now[name]]
-        decides = f.metadata["decides"]
-        kept = bool(decides & (Decides.ROWS | Decides.WEIGHTS))
-        if kept and name not in (*OF_ROWS, "total_batch_size", "pack"):
+        if is_kept_by_forks(name, f.metadata["decides"]):
             refused.append(f"{flag(name)} was {then[name]!r} and is {now[name]!r}")
     if refused:
         raise ValueError(

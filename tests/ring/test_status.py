@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from nanochat import run_state
-from nanochat.run_owner import exit_code
+from nanochat.run_owner import claim, exit_code
 from nanochat.run_state import STATE_NAME, identify, read_state
 from nanochat.run_stop import FLAG_NAME
 from scripts import status, stop
@@ -421,6 +421,26 @@ def test_a_launch_that_has_not_claimed_its_run_yet_is_reached(base, capsys, firs
         "asked by scripts.stop",
         1,
     )
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_launch_that_owns_its_run_and_has_no_state_yet_is_asked_and_waited_for(
+    base, capsys, monkeypatch, first
+):
+    """Regression: the request was accepted, but was an error, and --wait did not wait."""
+    if not first:
+        fake_run(base, "d1", "stopped")
+    owner = claim(run_dir(base))
+    waits = []
+
+    def end(seconds):
+        waits.append(seconds)
+        owner.release()
+
+    monkeypatch.setattr(stop.time, "sleep", end)
+    assert stop.main(["d1", "--wait"]) == 0
+    assert len(waits) == 1 and (run_dir(base) / FLAG_NAME).exists()
+    assert "asked d1 to stop: its launch is starting" in capsys.readouterr().out
 
 
 def test_stop_needs_a_name_if_several_runs_are_active_and_ignores_ended_ones(base, capsys):

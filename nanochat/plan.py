@@ -62,8 +62,8 @@ FAR = 4
 SHARE_DOCUMENTS = 1024  # with at least this many documents, lanes' shares are similar
 SAMPLE_ROWS = 4096  # rows packed from a bucket that is not rehearsed
 DRY_WAYS = (
-    "shorten the run, give the bucket less weight, allow more passes (max_epochs), or continue without it "
-    "once it is dry (--allow-bucket-exhaustion)"
+    "shorten the run, give the bucket less weight, allow more passes (max_epochs in the curriculum), or "
+    "continue without it once it is dry (--allow-bucket-exhaustion)"
 )
 
 
@@ -557,7 +557,7 @@ def rehearse(start: Starting, data: RunData) -> Plan:
     why = problem(plan) or refusal(plan, start)
     if why and start.settings.plan == "error":
         raise ValueError(why)
-    for line in filter(None, [*warnings(plan), why]):
+    for line in filter(None, [*warnings(plan), why, likely_problem(plan)]):
         log.warning("%s", line)
     return plan
 
@@ -694,17 +694,22 @@ def warnings(plan: Plan) -> list[str]:
             f"bucket {name!r} {probably}runs dry at step {bucket.dry_step:,}: the mix requests {bucket.asked:,} "
             f"tokens, and {bucket.usable:,} are usable with {plan.V} lanes"
         )
+        if bucket.repeated > 0.005:
+            line += f" ({bucket.repeated:.0%} of them overlap)"
         if plan.crops and 0.005 < bucket.cropped <= MUCH_CROPPED:
             line += f"; {bucket.cropped:.1%} are cropped (--long-docs=split would use them)"
         dry.append(f"{line}; fewer --lanes may use more of it")
-    if halts_probably(plan):
-        dry.append(f"the run would halt at the first such step; {DRY_WAYS}")
     return dry + notes
 
 
-def halts_probably(plan: Plan) -> bool:
-    """Whether the run would halt if the plan, an estimate, were exact."""
-    return plan.estimate and bool(plan.halt)
+def likely_problem(plan: Plan) -> str:
+    """A sentence that says why the run will probably not reach its last step.
+
+    Empty if it probably will, and for an exact plan.
+    """
+    if not plan.halt or not plan.estimate:
+        return ""
+    return f"by this estimate, the run halts before step {plan.steps:,} of {plan.num_steps:,}; {DRY_WAYS}"
 
 
 def plan_lines(plan: Plan) -> list[str]:

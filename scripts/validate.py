@@ -33,7 +33,7 @@ from nanochat.config import Settings, add_flags, from_flags
 from nanochat.dist import autodetect_device_type
 from nanochat.plan import (
     Plan,
-    halts_probably,
+    likely_problem,
     make_run_plan,
     plan_lines,
     problem,
@@ -166,11 +166,12 @@ def report_plan(plan: Plan, run: Run) -> bool:
     for line in warnings(plan):
         print(f"warning: {line}")
     why = problem(plan) or refusal(plan, run)
+    likely = likely_problem(plan)
     if why:
         print(f"error: {why}")
-    elif halts_probably(plan):
-        print("error: training can start, but by this estimate it halts before its last step")
-    return not why and not halts_probably(plan)
+    elif likely:
+        print(f"error: training can start, but {likely}")
+    return not why and not likely
 
 
 def ok(text: str) -> None:

@@ -27,7 +27,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from nanochat.checkpoint import SCHEDULER_NAME, Checkpoint, find_checkpoint
+from nanochat.checkpoint import (
+    SCHEDULER_NAME,
+    Checkpoint,
+    find_checkpoint,
+    first_good,
+    list_checkpoints,
+    step_of,
+)
 from nanochat.common import Difference, differences, hash_json, print0
 from nanochat.config import OF_ONE_RUN, OF_ROWS, Settings, fields_of, flag, is_kept_by_forks
 from nanochat.files import data_at
@@ -42,7 +49,14 @@ from nanochat.pins import (
     pins_of,
     read_manifests,
 )
-from nanochat.run_dir import Fork, changes_text, config_at, is_run_dir, read_config
+from nanochat.run_dir import (
+    Fork,
+    changes_text,
+    config_at,
+    find_run_at,
+    is_run_dir,
+    read_config,
+)
 from nanochat.run_order import order_of, stream_config
 from nanochat.sources import RunData, Source, check_files
 from nanochat.stream import Cursor, RowsConfig, stream_identity
@@ -81,6 +95,28 @@ def find_parent(fork_from: str) -> Parent:
     return Parent(
         run_dir, Settings.from_json(config_at(run_dir, checkpoint.step)), checkpoint, manifests
     )
+
+
+def stand_in(fork_from: str, step: int) -> Parent | None:
+    """A parent to check settings with before its `step`, which was not saved, is replayed: it has
+    the newest checkpoint before that step, or any other, with the counts of `step`. None if it has
+    no checkpoint."""
+    run_dir, _ = find_run_at(fork_from)
+    paths = list_checkpoints(run_dir)
+    saved = first_good([path for path in paths if step_of(path) < step] or paths)
+    if saved is None:
+        return None
+    settings = Settings.from_json(config_at(run_dir, step))
+    progress = saved.trainer_state["progress"]
+    tokens = progress["tokens"] + (step - saved.step) * settings.total_batch_size
+    state = {
+        **saved.trainer_state,
+        "step": step,
+        "status": "running",
+        "progress": {**progress, "tokens": tokens},
+    }
+    manifests = read_manifests(run_dir / DATA_MANIFEST)
+    return Parent(run_dir, settings, replace(saved, trainer_state=state), manifests)
 
 
 def branch_off(settings: Settings, parent: Parent) -> Settings:

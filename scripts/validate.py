@@ -100,8 +100,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     start."""
     args = parser().parse_args(argv)
     setup_logging()
+    default = "" if args.model_tag else " (the default name)"
+    if args.fork_from is not None and not args.model_tag:
+        args.model_tag = f"fork-{os.getpid()}"  # nothing starts, so any free name will do
+        default = " (to train it, name it with --model-tag)"
     settings = from_flags(args)
-    default = "" if settings.model_tag else " (the default name)"
     ok("flags")
     device = torch.device(settings.device_type or autodetect_device_type())
     settings, tokenizer = command(settings, args.world_size, device.type)

@@ -238,6 +238,10 @@ class Remote(PurePosixPath):
         """Itself, or `root`, a run's pinned `resolve`, if it is a state of the same folder."""
         return self
 
+    def beside(self) -> list[str]:
+        """The names in the nearest folder above it, if they are known without much asking."""
+        return []
+
     def sha256(self) -> str:
         """The SHA-256 of an object's bytes, if that is known without reading it, else ""."""
         return ""

@@ -340,13 +340,25 @@ def _check_format_name(data_format: str) -> None:
 
 def _no_such_folder(path: AnyPath) -> FileNotFoundError:
     """The error for a --data-path that names nothing."""
+    return FileNotFoundError(f"{path}: no such data folder{_hint_for(path)}")
+
+
+def _hint_for(path: AnyPath) -> str:
+    """What a --data-path that names nothing may mean."""
     beside: list[str] = []
-    if isinstance(path, Path) and is_folder(path.parent):
+    if isinstance(path, Remote):
+        beside = path.beside()
+    elif is_folder(path.parent):
         beside = [other.name for other in path.parent.iterdir()]
-    hint = did_you_mean(path.name, beside) or (
-        f"; {GET_DATA} (token files may be named without .bin if --data-format is set)"
-    )
-    return FileNotFoundError(f"{path}: no such data folder{hint}")
+    if hint := did_you_mean(path.name, beside):
+        return hint
+    if any(character in path.name for character in "*?["):
+        return "; patterns are not expanded: name the folder, or its files with commas between them"
+    if of_hub := HUB_LIKE.fullmatch(str(path)):
+        return f"; a data set on the Hub is named hf://datasets/{of_hub[1]}"
+    if isinstance(path, Remote):
+        return f"; beside it: {', '.join(beside[:8])}" if beside else ""
+    return f"; {GET_DATA} (token files may be named without .bin if --data-format is set)"
 
 
 def find_files(path: AnyPath | str, data_format: str = "text") -> list[AnyPath]:
@@ -577,6 +589,8 @@ def pair_format(path: AnyPath) -> str | None:
 # ---- known data sets -----------------------------------------------------------------------------
 
 HUB = "https://huggingface.co"
+# OWNER/NAME, or the address of its page
+HUB_LIKE = re.compile(r"(?:https?://[^/]+/datasets/)?([\w.-]+/[\w.-]+)/?")
 MARKER = "dataset.json"  # names the data set of the downloaded shards beside it
 
 

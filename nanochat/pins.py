@@ -22,6 +22,7 @@ where it does not exist, it is prepared again, and compared.
 checkpoint: a run resumes only with the same data.
 """
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple, NotRequired, TypedDict
@@ -202,23 +203,40 @@ def _parse_line(line: str, counts: Mapping[str, int], where: str) -> Listed:
     return Listed(name, int(row))
 
 
+VERSION_LINE = re.compile(r"# of (?P<name>.+), version (?P<footer>\w+)")
+
+
+def version_line(entry: Pin) -> str:
+    """A line of a list of documents that says which version of a file they are in."""
+    return f"# of {entry['name']}, version {entry['footer']}"
+
+
 def leave_out(buckets: Mapping[str, Manifest], list_path: AnyPath | str) -> dict[str, Manifest]:
     """Turn off the targets of the documents that a text file lists: the training manifests get
     "without": {file: numbers of documents}, where None means all of them. Blank lines and lines
-    that begin with # are skipped. ValueError names a line without a valid document."""
+    that begin with # are skipped, but for `version_line`s. ValueError names a line without a valid
+    document, and a file that is another version than the list's."""
     counts: dict[str, int] = {}
     bucket_of: dict[str, str] = {}  # the first bucket with a file of this name
+    versions: dict[str, str] = {}
     for bucket, manifest in buckets.items():
         for entry in manifest["files"]:
             name = entry["name"]
             if name not in counts:
                 counts[name] = sum(entry["groups"])
                 bucket_of[name] = bucket
+                versions[name] = entry["footer"]
 
     listed: dict[str, set[int] | None] = {}
     lines = local_copy(as_path(list_path)).read_text().splitlines()
     for number, line in enumerate(lines, start=1):
         line = line.strip()
+        stated = VERSION_LINE.fullmatch(line)
+        if stated and versions.get(stated["name"], stated["footer"]) != stated["footer"]:
+            raise ValueError(
+                f"{list_path}: line {number}: the list was made for another version of {stated['name']}, whose "
+                f"documents have other numbers; make it again with scripts.validate --decontaminate"
+            )
         if not line or line.startswith("#"):
             continue
         name, row = _parse_line(line, counts, f"{list_path}: line {number}: {line}")

@@ -45,7 +45,10 @@ CHARTS = {
 NOT_NOISY = ("loss", "smooth_loss", "lr", "peak_memory_bytes")  # drawn as they are
 # numbers that are axes, not curves; events that become marks even if they have numbers
 NOT_DRAWN = ("step", "time", "tokens", "step_s", "total_training_flops", "total_training_time")
-MARKS = ("saved", "save_failed", "dropped", "skipped", "started", "samples", "wandb", *ENDS)
+MARKS = (
+    *("saved", "save_failed", "mirrored", "mirror_failed", "dropped", "skipped", "started"),
+    *("samples", "wandb", *ENDS),
+)
 
 Curve = dict[str, Any]  # made by `series`
 Values = list[float | None]

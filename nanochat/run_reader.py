@@ -32,6 +32,7 @@ from typing import Any
 
 from nanochat.common import check_shape, is_remote, read_json
 from nanochat.run_dir import (
+    CHECKPOINT_NAME,
     CONFIG_NAME,
     PLAN_NAME,
     Fork,
@@ -84,6 +85,16 @@ class Launch:
     @property
     def world_size(self) -> int:
         return self.started["world_size"]
+
+
+def _step_of(path: Path) -> int:
+    """The step of a checkpoint, as its name or its seal says; -1 if neither does."""
+    match = CHECKPOINT_NAME.fullmatch(path.name)
+    if match and match["step"]:
+        return int(match["step"])
+    with contextlib.suppress(OSError, ValueError):
+        return read_json(path / "trainer_state.json", {"step": int})["step"]
+    return -1
 
 
 class RunReader:
@@ -415,19 +426,11 @@ class RunReader:
             raise ValueError(str(e) if str(path) in str(e) else f"{path}: {e}") from None
 
     def newest_checkpoint(self) -> str | None:
-        """The name of the checkpoint written last, None if there is none."""
-        times = {}
-        for name, path in checkpoint_folders(self.run_dir).items():
-            with contextlib.suppress(OSError):  # deleted meanwhile
-                times[name] = path.stat().st_mtime
-        return max(times, key=lambda name: times[name], default=None)
-
-    def _last_save(self, reported: str | None) -> str | None:
-        """The checkpoint that the run reported last, if it still exists. A newer one may be a replay
-        of an earlier step."""
-        if reported is not None and reported in checkpoint_folders(self.run_dir):
-            return reported
-        return self.newest_checkpoint() or reported
+        """The name of the checkpoint with the highest step, None if there is none. One that was written
+        later may be a replay of an earlier step."""
+        folders = checkpoint_folders(self.run_dir)
+        steps = {name: _step_of(path) for name, path in folders.items()}
+        return max(steps, key=lambda name: (steps[name], name == "final"), default=None)
 
     # ---- the current state ----
 
@@ -463,7 +466,7 @@ class RunReader:
             "shown": state["status"],
             "exit_code": exit_code(self.run_dir, state),
             "heartbeat_age_s": heartbeat_age_s(state),
-            "checkpoint": self._last_save(state["checkpoint"]),
+            "checkpoint": self.newest_checkpoint() or state["checkpoint"],
             "mirror": self._mirror(state["step"]),
         }
         if alive == "dead":
@@ -482,7 +485,7 @@ class RunReader:
             return None
         copied = mirror["copied"]
         return mirror | {
-            "behind_steps": int(step or 0) - (mirror["step"] or 0),
+            "behind_steps": max(0, int(step or 0) - (mirror["step"] or 0)),
             "behind_s": None if copied is None else time.time() - copied,
         }
 

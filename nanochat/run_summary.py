@@ -34,6 +34,9 @@ def print_split(run: Run) -> None:
         files = counted(len(files_of(train)), ".bin file")
         print0(f"data: {files}, each with documents for training and for validation")
         return
+    for root in sorted({str(manifest["root"]) for manifest in train.values()}):
+        if root.startswith("hf://"):  # with the commit, from which the branch may have moved on
+            print0(f"data: {root}")
     reads = f"this run trains on {run.horizon.total_tokens:,} tokens"
     is_new = not run.config and settings.val_path is None
     chosen = is_new and last_file_validates(data_at(settings.data_path or ""))
@@ -43,6 +46,13 @@ def print_split(run: Run) -> None:
         ),
         sep="\n",
     )
+    left_out = [manifest.get("without", {}) for manifest in train.values()]
+    rows = [rows for without in left_out for rows in without.values()]
+    if rows:
+        number = sum(len(listed) for listed in rows if listed is not None)
+        whole = rows.count(None)
+        files = f" and {counted(whole, 'whole file')}" if whole else ""
+        print0(f"left out: {counted(number, 'document')}{files} (--without-documents)")
 
 
 def print_summary(

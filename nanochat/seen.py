@@ -12,7 +12,7 @@ a document may not have been reached yet, and the part of it with the item may h
 model card names the items that were seen before its own step.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, TypedDict
@@ -31,6 +31,7 @@ from nanochat.common import (
 from nanochat.core_eval import read_bundle
 from nanochat.find import DocumentPlace, groups_of
 from nanochat.ngrams import BATCH_CHARS, SHORTEST, Index, Shared
+from nanochat.pins import Pin, version_line
 from nanochat.run_dir import finite
 from nanochat.sources import Source
 from nanochat.text import TEXT_FIELD
@@ -366,12 +367,14 @@ def describe(results: Mapping[str, TaskResult], step: int) -> list[str]:
     return sentences
 
 
-def write_list(path: Path, hits: Sequence[Hit], others: str) -> int:
+def write_list(path: Path, hits: Sequence[Hit], pins: Iterable[Pin], others: str) -> int:
     """Write the training documents that share n-grams with items as a list for
-    --without-documents, and return their number. `others`: the text of another list, which the new
-    one includes. ValueError if the file exists and differs."""
+    --without-documents, and return their number. `pins`: of the training files. `others`: the text
+    of another list, which the new one includes. ValueError if the file exists and differs."""
     names = dict.fromkeys(hit.document.name for hit in hits if hit.split == TRAIN)
-    lines = [*others.splitlines(), *names]
+    files = {name.rpartition(":")[0] for name in names}
+    versions = [version_line(pin) for pin in pins if pin["name"] in files]
+    lines = dict.fromkeys([*others.splitlines(), *versions, *names])
     content = "".join(f"{line}\n" for line in lines).encode()
     if path.exists() and path.read_bytes() != content:
         raise ValueError(

@@ -11,12 +11,14 @@
 **Pins.** A run stores the commit (`HubPath.resolve` names it in the root of the manifest) and each
 file's SHA-256, which is the id of a large file in Git LFS. A resume asks for that commit even if
 the branch has moved on (`HubPath.as_pinned`), and reads no file to know that it has not changed. A
-revision that is named by a commit stays what it is, and is not asked for.
+revision that is named by a commit stays what it is, and is not asked for; its list of files stays
+on disk beside the ranges that were read, so a run can show its rows while the Hub is away.
 
 **Token.** HF_TOKEN is sent to the Hub, or to HF_ENDPOINT if it is set, and to no other server: not
 to the one to which a file's address redirects.
 """
 
+import json
 import os
 import re
 import threading
@@ -24,10 +26,9 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 from urllib.parse import quote, urljoin
 
-from nanochat.common import each, parse_json, refuse_secrets, url
-from nanochat.files import HUB
+from nanochat.common import each, hash_json, parse_json, refuse_secrets, url
 from nanochat.integrations.download import hub_access
-from nanochat.integrations.web import KNOWN, File, RangePath, explain_status
+from nanochat.integrations.web import KNOWN, File, RangePath, explain_status, own_cache
 from nanochat.integrations.web_client import Answer, Key, get, origin_of, poll
 from nanochat.text import text_suffix
 
@@ -111,16 +112,26 @@ def explain(path: str, answer: Answer) -> Exception:
     code = answer.first.get("X-Error-Code", "") or answer.headers.get("X-Error-Code", "")
     message = answer.headers.get("X-Error-Message", "")
     answered = f"HTTP {answer.status} from {answer.host}"
-    token = "HF_TOKEN" if os.environ.get("HF_TOKEN", "").strip() else "HF_TOKEN (not set)"
+    has_token = os.environ.get("HF_TOKEN", "").strip() != ""
+    token = "HF_TOKEN" if has_token else "HF_TOKEN (not set)"
+    if answer.status == 401 and has_token:  # without a right to read, a good token gets 403
+        return PermissionError(
+            f"{path}: HF_TOKEN is refused ({answered}); check it: it may be incomplete, expired, or of another Hub"
+        )
     if code == "GatedRepo":
         return PermissionError(
             f"{path}: the data set's owner asks readers to accept terms first ({answered}); accept them at "
-            f"{HUB}/datasets/{place.repo}, and set {token} to a token of that account"
+            f"{hub_access()[0]}/datasets/{place.repo}, and set {token} to a token of that account"
+        )
+    if code == "RevisionNotFound" and COMMIT.fullmatch(place.revision):
+        return FileNotFoundError(
+            f"{path}: the data set has no such commit ({answered}): its history was replaced after a run pinned "
+            f"it, or it is mistyped. For the same files, name a commit that has them with @COMMIT (40 digits; "
+            f"not a branch), or a downloaded copy; for other files, start a new run (--model-tag)"
         )
     if code == "RevisionNotFound":
         return FileNotFoundError(
-            f"{path}: the data set has no revision {place.revision} (any more, if a run has pinned it; "
-            f"{answered}); name another one with @REVISION, or start a new run (--model-tag)"
+            f"{path}: the data set has no revision {place.revision} ({answered}); name another one with @REVISION"
         )
     if code == "EntryNotFound":
         return NoEntry(f"{path}: no such file or folder in this revision ({answered}); check it")
@@ -199,24 +210,32 @@ def find_tree(place: Place) -> Tree:
 
 
 def list_tree(place: Place) -> Tree:
-    """All files below a folder of a commit; none if it does not exist."""
+    """All files below a folder of a commit; none if it does not exist. A commit never changes, so
+    the list stays on disk."""
     hub = Hub.from_environment()
-    files: dict[str, File] = {}
-    address = hub.address("tree", place.repo, place.revision, place.inner) + "?recursive=true"
+    address = hub.address("tree", place.repo, place.revision, place.inner)
+    name = f"tree-{hash_json(address)}"
+    listed = own_cache().read(name, lambda: json.dumps(ask_entries(hub, place, address)).encode())
+    files = {entry["path"]: _as_file(hub, place, entry) for entry in json.loads(listed)}
+    folders = set[str]()
+    for name in files:
+        folders.update(Place(place.repo, place.revision, name).parents)
+    return Tree(files, frozenset(folders))
+
+
+def ask_entries(hub: Hub, place: Place, address: str) -> list[dict[str, Any]]:
+    """What the Hub says of the files of a tree; nothing if it does not exist."""
+    files: list[dict[str, Any]] = []
+    address += "?recursive=true"
     while address:
         try:
             entries, answer = hub.ask(place, address, [ENTRY])
         except NoEntry:
             break
-        for entry in entries:
-            if entry["type"] == "file":
-                files[entry["path"]] = _as_file(hub, place, entry)
+        files += [entry for entry in entries if entry["type"] == "file"]
         link = re.search(r'<([^>]+)>;\s*rel="next"', answer.headers.get("Link", ""))
         address = urljoin(address, link[1]) if link else ""
-    folders = set[str]()
-    for name in files:
-        folders.update(Place(place.repo, place.revision, name).parents)
-    return Tree(files, frozenset(folders))
+    return files
 
 
 def _as_file(hub: Hub, place: Place, entry: dict[str, Any]) -> File:
@@ -270,6 +289,16 @@ class HubPath(RangePath):
         file = find_tree(place).files.get(place.inner)
         # messages name the path as it is here, which may not name the commit
         return None if file is None else file._replace(path=str(self))
+
+    def beside(self) -> list[str]:
+        place = self._place()
+        if place is None:
+            return []
+        tree = find_tree(place._replace(inner=""))
+        folder = next(above for above in place.parents if above in (*tree.folders, ""))
+        below = f"{folder}/" if folder else ""
+        names = [name for name in (*tree.folders, *tree.files) if name and name.startswith(below)]
+        return sorted({name.removeprefix(below).split("/")[0] for name in names})
 
     def resolve(self) -> "HubPath":
         """The path that names the commit."""

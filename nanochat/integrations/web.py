@@ -230,6 +230,11 @@ def _cache_of(base: str, limit: int) -> RangeCache:
     return open_cache(get_base_dir() / "data_cache", limit)
 
 
+def own_cache() -> RangeCache:
+    """The cache of this process."""
+    return _cache_of(os.environ.get("NANOCHAT_BASE_DIR", ""), Remote.cache_bytes)
+
+
 os.register_at_fork(after_in_child=_cache_of.cache_clear)
 
 
@@ -269,7 +274,7 @@ class RangePath(Remote):
 
     def read(self, begin: int, end: int) -> bytes:
         """Bytes begin .. end - 1, which stay on disk."""
-        return self._cache().read(*self._entry(self.pinned(), begin, end))
+        return own_cache().read(*self._entry(self.pinned(), begin, end))
 
     def footer(self) -> bytes | None:
         """See `Remote.footer`."""
@@ -279,7 +284,7 @@ class RangePath(Remote):
             return _footers[name]
         if text_suffix(file.path) != ".parquet" or file.size <= FOOTER_END:
             return None
-        footer = self._cache().read(name, lambda: read_footer(file))
+        footer = own_cache().read(name, lambda: read_footer(file))
         if len(_footers) * len(footer) < FOOTERS_BYTES:
             _footers[name] = footer
         return footer
@@ -291,16 +296,13 @@ class RangePath(Remote):
         def job() -> None:
             with open_parquet(self, field) as opened:
                 begin, end = column_range(opened.metadata, group, field)
-            self._cache().ensure(*self._entry(file, begin, end))
+            own_cache().ensure(*self._entry(file, begin, end))
 
-        self._cache().do_soon(f"{file.name}-{field}-{group}", job, distance)
+        own_cache().do_soon(f"{file.name}-{field}-{group}", job, distance)
 
     def _entry(self, file: File, begin: int, end: int) -> tuple[str, Callable[[], bytes]]:
         """The name of a range in the cache, and what fetches it."""
         return f"{file.name}-{begin}-{end}", partial(read_range, file, begin, end)
-
-    def _cache(self) -> RangeCache:
-        return _cache_of(os.environ.get("NANOCHAT_BASE_DIR", ""), Remote.cache_bytes)
 
     def open_reader(self, dtype: np.dtype) -> Any:
         raise ValueError(

@@ -175,15 +175,28 @@ def _ask_once(
             preload_content=False,
         )
         body = answer.read(most + 1)
-    except urllib3.exceptions.SSLError:
-        raise NoAnswer(host_of(address), "its certificate is not valid here") from None
-    except (urllib3.exceptions.HTTPError, OSError):
-        raise NoAnswer(host_of(address), "no complete answer") from None
+    except (urllib3.exceptions.HTTPError, OSError) as e:
+        raise NoAnswer(host_of(address), _describe(e)) from None
     if len(body) <= most:
         answer.release_conn()
         return answer, body
     answer.close()  # the rest of the body would be in the way of the next answer
     return answer, b""
+
+
+def _describe(error: Exception) -> str:
+    """Why a request has no answer."""
+    if isinstance(error, urllib3.exceptions.SSLError):
+        return "its certificate is not valid here"
+    if isinstance(error, urllib3.exceptions.NameResolutionError):
+        return "no such host"
+    if isinstance(error, (urllib3.exceptions.NewConnectionError, urllib3.exceptions.ProxyError)):
+        return "no connection"
+    if isinstance(error, urllib3.exceptions.ConnectTimeoutError):
+        return f"no connection within {PATIENCE.connect_s:g} s"
+    if isinstance(error, urllib3.exceptions.ReadTimeoutError):
+        return f"silent for {PATIENCE.silence_s:g} s"
+    return "no complete answer"
 
 
 def retry_after(answer: Answer) -> float:
@@ -211,12 +224,16 @@ def get(
     OSError if there is no answer."""
     began = time.monotonic()
     pause_s = PATIENCE.first_pause_s
+    has_warned = False
     while True:
         asked_s = 0.0
         try:
             answer = _ask_where_it_moved(address, headers, key, most)
             ANSWERED.update((host_of(address), answer.host))
             if not is_temporary(answer.status):
+                if has_warned:
+                    waited_s = time.monotonic() - began
+                    log.warning("%s answers again, after %.0f s", answer.host, waited_s)
                 return answer
             host = answer.host
             problem = f"HTTP {answer.status}"
@@ -230,11 +247,11 @@ def get(
         if waited_s + wait_s > patience_s:
             raise OSError(
                 f"{path}: nothing from {host} for {waited_s:.0f} s ({problem}); check the network, then "
-                f"restart: a run resumes from its last checkpoint"
+                f"give the same command again (training resumes from its last checkpoint)"
             )
         if waited_s + wait_s > 1:
-            _warn_of_wait(
-                f"{path}: {host} sends nothing ({problem}); next attempt in {wait_s:.0f} s"
+            has_warned |= _warn_of_wait(
+                f"{path}: nothing from {host} ({problem}); next attempt in {wait_s:.1f} s"
             )
         pause(wait_s)
         pause_s *= 2
@@ -262,12 +279,14 @@ def _ask_where_it_moved(address: str, headers: Mapping[str, str], key: Key, most
     return answer
 
 
-def _warn_of_wait(sentence: str) -> None:
-    """Warn about a request that waits, from time to time, once for all of them."""
+def _warn_of_wait(sentence: str) -> bool:
+    """Warn about a request that waits, from time to time, once for all of them. Whether it did."""
     now = time.monotonic()
-    if now - _last_warning[0] > PATIENCE.log_every_s:
+    is_due = now - _last_warning[0] > PATIENCE.log_every_s
+    if is_due:
         _last_warning[0] = now
         log.warning("%s", sentence)
+    return is_due
 
 
 def poll() -> None:

@@ -19,7 +19,7 @@ from nanochat.pins import fingerprint
 from nanochat.sources import check, open_data, scan_files
 from nanochat.splits import pin_files, split_train_val
 from nanochat.tokenizer import get_tokenizer
-from scripts import receipt, tok_shards, tok_train, validate, verify
+from scripts import inspect_data, receipt, tok_shards, tok_train, validate, verify
 from tests import training
 from tests.hub_server import TOKEN, Fault, hub_server
 from tests.toy import write_jsonl
@@ -208,9 +208,8 @@ def test_an_expected_group_is_fetched_before_it_is_read(hub):
 def names_of_columns():
     """The ranges on disk that are not footers."""
     cache = run_dir().parents[1] / "data_cache"
-    return [
-        path for path in cache.iterdir() if not path.name.endswith(("-footer", ".lock", ".tmp"))
-    ]
+    others = (*cache.glob("*-footer"), *cache.glob("tree-*"), *cache.glob(".*"))
+    return [path for path in cache.iterdir() if path not in others and path.suffix == ""]
 
 
 def test_a_feed_says_what_it_will_read(hub, monkeypatch):
@@ -383,7 +382,7 @@ def test_a_busy_server_is_asked_again_when_it_says(hub, monkeypatch, caplog, hea
     monkeypatch.setattr(web_client, "_last_warning", [-math.inf])
     hub.faults.append(Fault(name="revision", status=429, headers=header))
     manifest_of(SET)
-    assert pauses == [3] and "(HTTP 429); next attempt in 3 s" in caplog.text
+    assert pauses == [3] and "(HTTP 429); next attempt in 3.0 s" in caplog.text
 
 
 def test_a_stop_ends_a_wait(hub):
@@ -400,8 +399,12 @@ def test_a_stop_ends_a_wait(hub):
         ("hf://datasets/own/old", "has moved; name it hf://datasets/own/set"),
         ("hf://datasets/own/pictures", "no .parquet"),
         (f"{SET}@nobranch", "the data set has no revision nobranch"),
-        (f"{SET}@{'0' * 40}", f"the data set has no revision {'0' * 40}"),
-        (f"{SET}/nofolder", "no such data folder"),
+        (f"{SET}@{'0' * 40}", "the data set has no such commit"),
+        (f"{SET}/nofolder", "no such data folder; beside it: data"),
+        (f"{SET}/dat/shards", "no such data folder; beside it: data"),
+        (f"{SET}/data/*.parquet", "patterns are not expanded"),
+        ("own/set", "a data set on the Hub is named hf://datasets/own/set"),
+        ("{}/datasets/own/set", "a data set on the Hub is named hf://datasets/own/set"),
         ("hf://datasets/own", "expected hf://datasets/OWNER/NAME"),
         ("hf://models/own/set", "expected hf://datasets/OWNER/NAME"),
         ("{}/files/none.parquet,{}/files/more.parquet", "none.parquet: no such file"),
@@ -424,7 +427,8 @@ def test_a_pinned_revision_that_vanished_is_one_sentence(hub, made):
     hub.commit("own/set", newer(made.files))
     hub.commits.pop(("own/set", made.commit))
     error = refuse(**RUN, data_path=SET)
-    assert f"the data set has no revision {made.commit} (any more" in error and "\n" not in error
+    assert f"{SET}@{made.commit}: the data set has no such commit" in error and "\n" not in error
+    assert "with @COMMIT" in error
 
 
 def test_a_server_that_does_not_answer_is_one_sentence(hub, monkeypatch):
@@ -470,6 +474,28 @@ def test_no_token_and_no_signed_address_is_shown(hub, monkeypatch):
     hub.faults.append(Fault(name="signature", status=403, times=99))
     error = refuse(**RUN, data_path=SET)
     assert TOKEN not in error and "hidden" not in error and "access denied" in error
+
+
+def test_a_token_that_is_refused_is_named(hub, monkeypatch):
+    """Regression: the advice was to accept the owner's terms, and to set HF_TOKEN."""
+    monkeypatch.setenv("HF_TOKEN", "mistyped")
+    hub.gated.add("own/set")
+    error = refuse(**RUN, data_path=SET)
+    assert "HF_TOKEN is refused (HTTP 401" in error and "mistyped;" not in error
+
+
+def test_rows_are_shown_while_the_hub_is_away(hub, capsys):
+    """The commit's list of files is on disk beside the ranges that the run has read."""
+    train(num_iterations=2)
+    begin_launch()
+    hub.faults.append(Fault(status=503, times=999))
+    assert inspect_data.main(["rows", "run", "--step=1"]) == 0
+    assert "shard_0" in capsys.readouterr().out
+
+
+def test_a_server_that_refuses_connections_is_not_called_silent(hub, monkeypatch, caplog):
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    assert "(no connection)" in refuse(**RUN, data_path=SET)
 
 
 @pytest.mark.parametrize("path", ["https://u:hidden@host/a.parquet", "https://h/a.parquet?hidden"])

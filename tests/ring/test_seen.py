@@ -264,7 +264,10 @@ def test_validate_lists_the_training_documents_that_find_finds(checked, tmp_path
     outcome = command(validate.main, *flags, f"--list={listed}")
     assert outcome.code == 0, outcome.err
     assert f"{len(wanted)} training documents listed in {listed}" in outcome.out
-    assert set(listed.read_text().split()) == wanted
+    lines_of = listed.read_text().splitlines()
+    assert {line for line in lines_of if not line.startswith("#")} == wanted
+    stated = {line.split()[2].rstrip(",") for line in lines_of if line.startswith("# of ")}
+    assert stated == {name.rpartition(":")[0] for name in wanted}
     assert f"items.jsonl {N} {len(items)} 1 {lines[-1]['in_data']}" in " ".join(outcome.out.split())
 
 

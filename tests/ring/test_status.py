@@ -15,6 +15,7 @@ import pytest
 
 from nanochat import run_state
 from nanochat.run_owner import claim, exit_code
+from nanochat.run_reader import RunReader
 from nanochat.run_state import STATE_NAME, identify, read_state
 from nanochat.run_stop import FLAG_NAME
 from scripts import status, stop
@@ -316,6 +317,17 @@ def test_a_corrupt_record_of_a_fork_hides_no_run(base, capsys):
     assert status.main([]) == 0
     out = capsys.readouterr().out
     assert out.count("completed") == 2 and 'curriculum {"phases": 3} -> ' in out
+
+
+@pytest.mark.parametrize("fetched", ["final", "checkpoint-9"])
+def test_a_checkpoint_that_a_failed_launch_has_fetched_is_the_last_one(base, fetched):
+    """Regression: after a launch that fetched `final` from the mirror and failed, status named the
+    checkpoint of the launch before it; one replayed of an earlier step is not the last."""
+    run = fake_run(base, "d2", "stopped", checkpoint="checkpoint-2")
+    for name, step in ((fetched, 9), ("checkpoint-2", 2), ("checkpoint-1", 1)):
+        (run / "checkpoints" / name).mkdir(parents=True)
+        (run / "checkpoints" / name / "trainer_state.json").write_text(json.dumps({"step": step}))
+    assert RunReader(run).status()["checkpoint"] == fetched
 
 
 def test_after_a_kill_status_shows_the_newest_checkpoint_on_disk(base, capsys):

@@ -2,7 +2,9 @@
 
 import json
 
-from nanochat.pins import bare, fingerprint, leave_out, read_manifests
+import pytest
+
+from nanochat.pins import bare, fingerprint, leave_out, read_manifests, version_line
 from nanochat.sources import check_files, scan_files
 from tests.token_files import write_pair
 from tests.toy import some_texts, write_jsonl, write_parquet
@@ -54,3 +56,17 @@ def test_leaving_out_documents_changes_neither_the_given_manifests_nor_the_finge
     assert listed["web"]["without"] == {"a.parquet": [0, 7]}
     assert bare(listed) == whole and "without" in listed["web"]
     assert fingerprint(listed["web"]) == fingerprint(whole["web"])
+
+
+def test_a_list_for_another_version_of_a_file_is_refused(tmp_path):
+    """Regression: after a new revision, the numbers of a list pointed at other documents."""
+    pin = {"name": "a.parquet", "size": 1, "footer": "beef", "groups": [4, 4]}
+    whole = {"web": {"root": "/disk", "files": [pin]}}
+    listed = tmp_path / "list.txt"
+    listed.write_text(f"{version_line(pin)}\na.parquet:7\n")
+    assert leave_out(whole, listed)["web"]["without"] == {"a.parquet": [7]}
+    listed.write_text(f"{version_line({**pin, 'footer': 'f00d'})}\na.parquet:7\n")
+    with pytest.raises(
+        ValueError, match=r"line 1: the list was made for another version of a\.parquet"
+    ):
+        leave_out(whole, listed)

@@ -461,11 +461,16 @@ class Settings(
         return 0 if self.mix is None else sum(phase.duration_tokens for phase in self.mix.phases)
 
     @property
+    def curriculum_begin(self) -> int:
+        """The tokens of the run from which the phases of its curriculum count: those at the fork
+        that named it."""
+        begin: int = (self.fork or {}).get("mix_tokens", 0)
+        return begin
+
+    @property
     def curriculum_end(self) -> int:
         """The tokens of the run at which its curriculum ends; 0 without a curriculum."""
-        if self.mix is None:
-            return 0
-        return (self.fork or {}).get("mix_tokens", 0) + self.curriculum_tokens
+        return 0 if self.mix is None else self.curriculum_begin + self.curriculum_tokens
 
     @property
     def tag(self) -> str:
@@ -538,6 +543,14 @@ OF_ONE_RUN = (
     "skip_steps",
     "mirror_to",
 )
+# settings that say what rows hold, and that a fork may change nevertheless
+OF_ROWS = ("max_seq_len", "packing", "long_docs", "overlap", "buffer_size", "curriculum")
+
+
+def is_kept_by_forks(name: str, decides: Decides) -> bool:
+    """Whether a fork must have its parent's value of a setting."""
+    is_of_weights_or_order = bool(decides & (Decides.ROWS | Decides.WEIGHTS))
+    return is_of_weights_or_order and name not in (*OF_ROWS, "total_batch_size", "pack")
 
 
 def flag(name: str) -> str:
@@ -686,6 +699,7 @@ def resume_settings(
     notices: dict[str, str] = {}
     refused: list[str] = []
     fits = True  # whether the run's weights fit the settings of the command
+    forks = True  # whether a fork may have the settings of the command
     for name, f in known.items():
         before, after = getattr(then, name), now[name]
         is_automatic = f.metadata.get("auto") and after == f.default
@@ -696,6 +710,7 @@ def resume_settings(
         if before != after:
             decides, note = f.metadata["decides"], f.metadata["note"]
             fits = fits and Decides.WEIGHTS not in decides
+            forks = forks and not is_kept_by_forks(name, decides)
             # the positive form of a switch, because values follow
             what = flag(name).replace("--no-", "--")
             if decides:
@@ -710,17 +725,16 @@ def resume_settings(
     ]
     if refused:
         lines, path = "\n  ".join(refused).replace("RUN/", f"{run_dir}/"), run_dir / "config.json"
-        weights = (
-            f"; --fork-from={run_dir.name} continues this run with them, and --init-from={run_dir.name} "
-            f"takes its weights only"
-            if fits
-            else ""
-        )
+        others = ""
+        if forks:
+            others += f"; --fork-from={run_dir.name} continues this run with them"
+        if fits:
+            others += f"; --init-from={run_dir.name} starts a run with its weights"
         restart = "; to replace this run, which has no checkpoint yet, add --resume=scratch --force"
         raise ValueError(
             f"{path}: the run was started with different settings:\n  {lines}\nuse the run's settings "
             f"(--config={path}), or start a new run with --model-tag=NAME"
-            f"{weights if checkpoint_folders(run_dir) else restart}"
+            f"{others if checkpoint_folders(run_dir) else restart}"
         )
     return type(command)(**now), notices
 

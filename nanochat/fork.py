@@ -27,10 +27,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from nanochat.checkpoint import SCHEDULER_NAME, Checkpoint, find_checkpoint
-from nanochat.cli import Decides
+from nanochat.checkpoint import (
+    SCHEDULER_NAME,
+    Checkpoint,
+    find_checkpoint,
+    first_good,
+    list_checkpoints,
+    step_of,
+)
 from nanochat.common import Difference, differences, hash_json, print0
-from nanochat.config import OF_ONE_RUN, Settings, fields_of, flag
+from nanochat.config import OF_ONE_RUN, OF_ROWS, Settings, fields_of, flag, is_kept_by_forks
 from nanochat.files import data_at
 from nanochat.gpt import GPTConfig
 from nanochat.order import StreamConfig, open_order
@@ -43,13 +49,18 @@ from nanochat.pins import (
     pins_of,
     read_manifests,
 )
-from nanochat.run_dir import Fork, changes_text, config_at, is_run_dir, read_config
+from nanochat.run_dir import (
+    Fork,
+    changes_text,
+    config_at,
+    find_run_at,
+    is_run_dir,
+    read_config,
+)
 from nanochat.run_order import order_of, stream_config
 from nanochat.sources import RunData, Source, check_files
 from nanochat.stream import Cursor, RowsConfig, stream_identity
 
-# settings that say what rows hold, and that a fork may change nevertheless
-OF_ROWS = ("max_seq_len", "packing", "long_docs", "overlap", "buffer_size", "curriculum")
 # settings that follow from the machine
 MACHINE = ("world_size", "cpu_threads", "device_type")
 # settings that decide the length of a run
@@ -84,6 +95,28 @@ def find_parent(fork_from: str) -> Parent:
     return Parent(
         run_dir, Settings.from_json(config_at(run_dir, checkpoint.step)), checkpoint, manifests
     )
+
+
+def stand_in(fork_from: str, step: int) -> Parent | None:
+    """A parent to check settings with before its `step`, which was not saved, is replayed: it has
+    the newest checkpoint before that step, or any other, with the counts of `step`. None if it has
+    no checkpoint."""
+    run_dir, _ = find_run_at(fork_from)
+    paths = list_checkpoints(run_dir)
+    saved = first_good([path for path in paths if step_of(path) < step] or paths)
+    if saved is None:
+        return None
+    settings = Settings.from_json(config_at(run_dir, step))
+    progress = saved.trainer_state["progress"]
+    tokens = progress["tokens"] + (step - saved.step) * settings.total_batch_size
+    state = {
+        **saved.trainer_state,
+        "step": step,
+        "status": "running",
+        "progress": {**progress, "tokens": tokens},
+    }
+    manifests = read_manifests(run_dir / DATA_MANIFEST)
+    return Parent(run_dir, settings, replace(saved, trainer_state=state), manifests)
 
 
 def branch_off(settings: Settings, parent: Parent) -> Settings:
@@ -125,6 +158,20 @@ def branch_off(settings: Settings, parent: Parent) -> Settings:
         if steps != derived:
             settings = replace(settings, num_iterations=steps)
     return replace(settings, fork=fork._asdict())
+
+
+def note_length(settings: Settings, parent: Parent, num_iterations: int) -> Settings:
+    """The settings of a fork of `num_iterations` steps. Its record names the length if it is not
+    the parent's, because that changes the schedules, and may follow from another setting: from the
+    curriculum, say."""
+    fork = Fork.of(settings.fork)
+    assert fork is not None
+    # the length that the parent had at this step
+    length = parent.checkpoint.load(SCHEDULER_NAME).get("num_iterations")
+    if length in (None, num_iterations):
+        return settings
+    changes = {**fork.changes, "num_iterations": [length, num_iterations]}
+    return replace(settings, fork=fork._replace(changes=changes)._asdict())
 
 
 def _check_halt(settings: Settings, parent: Parent, changes: Mapping[str, Any]) -> None:
@@ -183,9 +230,7 @@ def _changes(settings: Settings, parent: Parent) -> dict[str, list[Any]]:
         if then[name] == now[name] and not (name == "data_path" and name in named):
             continue
         changes[name] = [then[name], now[name]]
-        decides = f.metadata["decides"]
-        kept = bool(decides & (Decides.ROWS | Decides.WEIGHTS))
-        if kept and name not in (*OF_ROWS, "total_batch_size", "pack"):
+        if is_kept_by_forks(name, f.metadata["decides"]):
             refused.append(f"{flag(name)} was {then[name]!r} and is {now[name]!r}")
     if refused:
         raise ValueError(

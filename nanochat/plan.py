@@ -62,8 +62,8 @@ FAR = 4
 SHARE_DOCUMENTS = 1024  # with at least this many documents, lanes' shares are similar
 SAMPLE_ROWS = 4096  # rows packed from a bucket that is not rehearsed
 DRY_WAYS = (
-    "shorten the run, give the bucket less weight, allow more passes (max_epochs), or continue without it "
-    "once it is dry (--allow-bucket-exhaustion)"
+    "shorten the run, give the bucket less weight, allow more passes (max_epochs in the curriculum), or "
+    "continue without it once it is dry (--allow-bucket-exhaustion)"
 )
 
 
@@ -94,9 +94,11 @@ class BucketPlan:
         if not num_rows:
             return 0.0
         T = (account["emitted"] + account["padded"]) // num_rows - 1
-        left_per_row = (account["emitted"] + account["cropped"]) / num_rows
-        left = left_per_row * self.trained / T
-        return left * account["read"] / max(1, self._entered) / max(1, self.tokens)
+        # of the tokens that came with documents, a part is BOS, or the overlap of stored windows
+        came = self._left - self._put_before_tails
+        added = account["bos"] + account["repeated"] - self._put_before_tails
+        new = came * (1 - added / max(1, account["read"] + added))
+        return new / num_rows * self.trained / T / max(1, self.tokens)
 
     @property
     def cropped(self) -> float:
@@ -105,15 +107,29 @@ class BucketPlan:
 
     @property
     def repeated(self) -> float:
-        """The repeated share of the tokens that entered the buffers.
+        """The repeated share of the tokens that left the buffers, most of them into rows.
 
         Repeated: the overlap of split documents, or of stored windows.
         """
-        return self.account["repeated"] / max(1, self._entered)
+        account = self.account
+        if self._put_before_tails:
+            return account["repeated"] / max(1, self._left)
+        # stored windows bring their overlap with them, so a part of it is still pending
+        return account["repeated"] / max(1, account["read"] + account["bos"] + account["repeated"])
 
     @property
-    def _entered(self) -> int:
-        return self.account["read"] + self.account["bos"] + self.account["repeated"]
+    def _left(self) -> int:
+        """Tokens that left the buffers."""
+        return self.account["emitted"] + self.account["cropped"]
+
+    @property
+    def _put_before_tails(self) -> int:
+        """BOS and overlap that the packer put in front of the tails of split documents, in rows.
+
+        A whole document has one BOS, so further ones are those of tails.
+        """
+        num_tails = max(0, self.account["bos"] - self.account["documents"])
+        return num_tails + self.account["repeated"] if num_tails else 0
 
 
 class PhasePlan(TypedDict):
@@ -156,7 +172,7 @@ def read_plan(path: Path) -> Plan:
     phase = {"first_step": int, "tokens": int, "asked": dict}
     value = read_json(path, get_type_hints(Plan) | {"phases": [phase], "buckets": dict})
     # the fields that a plan uses
-    account = ("read", "bos", "emitted", "cropped", "repeated", "padded", "rows")
+    account = ("read", "bos", "emitted", "cropped", "repeated", "padded", "rows", "documents")
     bucket = get_type_hints(BucketPlan) | {"account": dict.fromkeys(account, int)}
     check_shape(value["buckets"], dict.fromkeys(value["buckets"], bucket), f"{path}: buckets")
     try:
@@ -541,7 +557,7 @@ def rehearse(start: Starting, data: RunData) -> Plan:
     why = problem(plan) or refusal(plan, start)
     if why and start.settings.plan == "error":
         raise ValueError(why)
-    for line in filter(None, [*warnings(plan), why]):
+    for line in filter(None, [*warnings(plan), why, likely_problem(plan)]):
         log.warning("%s", line)
     return plan
 
@@ -678,17 +694,22 @@ def warnings(plan: Plan) -> list[str]:
             f"bucket {name!r} {probably}runs dry at step {bucket.dry_step:,}: the mix requests {bucket.asked:,} "
             f"tokens, and {bucket.usable:,} are usable with {plan.V} lanes"
         )
+        if bucket.repeated > 0.005:
+            line += f" ({bucket.repeated:.0%} of them overlap)"
         if plan.crops and 0.005 < bucket.cropped <= MUCH_CROPPED:
             line += f"; {bucket.cropped:.1%} are cropped (--long-docs=split would use them)"
         dry.append(f"{line}; fewer --lanes may use more of it")
-    if halts_probably(plan):
-        dry.append(f"the run would halt at the first such step; {DRY_WAYS}")
     return dry + notes
 
 
-def halts_probably(plan: Plan) -> bool:
-    """Whether the run would halt if the plan, an estimate, were exact."""
-    return plan.estimate and bool(plan.halt)
+def likely_problem(plan: Plan) -> str:
+    """A sentence that says why the run will probably not reach its last step.
+
+    Empty if it probably will, and for an exact plan.
+    """
+    if not plan.halt or not plan.estimate:
+        return ""
+    return f"by this estimate, the run halts before step {plan.steps:,} of {plan.num_steps:,}; {DRY_WAYS}"
 
 
 def plan_lines(plan: Plan) -> list[str]:

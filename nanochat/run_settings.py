@@ -208,10 +208,20 @@ def _check_budget(settings: Settings, horizon: Horizon) -> None:
     if fits or is_allowed:
         return
     raise ValueError(
-        f"--curriculum: its phases add up to {budget:,} tokens, but the run trains on {total:,} "
-        f"({horizon.num_iterations:,} steps of {horizon.total_batch_size:,}); remove "
-        f"--num-iterations to train as long as the curriculum lasts, change its durations, or set "
-        f"allow_budget_mismatch: true in it"
+        f"--curriculum: its phases, which count from token {settings.curriculum_begin:,} of the run, end at "
+        f"{budget:,}, but the run trains on {total:,} ({horizon.num_iterations:,} steps); remove "
+        f"--num-iterations to train as long as the curriculum lasts, name a --curriculum with other "
+        f"durations, or set allow_budget_mismatch: true in it"
+    )
+
+
+def how_to_extend(settings: Settings) -> str:
+    """What makes a run longer, as an imperative."""
+    if settings.mix is None or settings.mix.allow_budget_mismatch:
+        return "raise --num-iterations"
+    return (
+        f"name a --curriculum whose last phase is longer (phases count from token "
+        f"{settings.curriculum_begin:,} of the run)"
     )
 
 

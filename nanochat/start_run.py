@@ -37,6 +37,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from nanochat.any_step import check_step, unsaved_step
 from nanochat.attention import activate_kernel, check_mode
 from nanochat.checkpoint import (
     Checkpoint,
@@ -76,12 +77,15 @@ from nanochat.fork import (
     files_of_fork,
     find_parent,
     first_checkpoint,
+    note_length,
+    stand_in,
 )
 from nanochat.pins import DATA_MANIFEST, Manifests, bare, leave_out, read_manifests
 from nanochat.plan import print_passes, rehearse
 from nanochat.run_dir import (
     CONFIG_NAME,
     PLAN_NAME,
+    find_run_at,
     is_run_dir,
     keep_cursors,
     newest_events,
@@ -93,7 +97,7 @@ from nanochat.run_dir import (
 from nanochat.run_guard import Guard
 from nanochat.run_order import order_of, stream_config
 from nanochat.run_settings import build_model as build_model  # forks import it from here
-from nanochat.run_settings import derive, device_memory, resolve
+from nanochat.run_settings import derive, device_memory, how_to_extend, resolve
 from nanochat.run_settings import estimate_memory as estimate_memory
 from nanochat.schedule import Horizon
 from nanochat.sources import RunData, check_files, open_data, warn_of_arrivals
@@ -184,8 +188,8 @@ class Start:
         if status == "completed" and self.step >= self.horizon.num_iterations and ended:
             return Over(
                 0,
-                f"{self.run_dir}: completed ({where}), nothing to do; to train further, raise "
-                f"--num-iterations; to start another run, use --model-tag=NAME",
+                f"{self.run_dir}: completed ({where}), nothing to do; to train further, "
+                f"{how_to_extend(self.settings)}; to start another run, use --model-tag=NAME",
             )
         allowed = self.settings.allow_bucket_exhaustion and not self.state.get("all_dry")
         if status == "halted" and not allowed:
@@ -300,6 +304,21 @@ def inspect_run(settings: Settings, device: torch.device) -> Start:
     return on_rank0(lambda: _inspect(run_dir, settings, device))
 
 
+def check_fork(settings: Settings, device: torch.device) -> None:
+    """ValueError if the settings of a new fork cannot be, before the step that it begins with is
+    replayed, which may take long. Does nothing if that step was saved."""
+    step = unsaved_step(settings.fork_from)
+    if settings.fork_from is None or step is None:
+        return
+    check_step(find_run_at(settings.fork_from)[0], step)
+    parent = stand_in(settings.fork_from, step)
+    if parent is None:
+        return
+    dtype = get_compute_dtype(device, settings.dtype)
+    room = device_memory(device, settings.world_size)
+    resolve(branch_off(settings, parent), dtype, room)
+
+
 def _inspect(run_dir: Path, settings: Settings, device: torch.device) -> Start:
     """Rank 0's part of `inspect_run`."""
     exists = is_run_dir(run_dir)
@@ -335,6 +354,7 @@ def _inspect(run_dir: Path, settings: Settings, device: torch.device) -> Start:
         manifests.get("train"),
     )
     if parent is not None:
+        settings = note_length(settings, parent, horizon.num_iterations)
         checkpoint = first_checkpoint(parent, settings, model_config)
     if (loaded := checkpoint or origin) is not None:
         loaded.check_tokenizer(settings.tokenizer_fingerprint)

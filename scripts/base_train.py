@@ -44,6 +44,7 @@ from nanochat.dist import (
 )
 from nanochat.evaluations import log_core, log_ranks, log_samples, log_validation
 from nanochat.reduce import LeafAccumulator
+from nanochat.run_dir import is_run_dir
 from nanochat.run_guard import Guard
 from nanochat.run_journal import Journal, open_journal
 from nanochat.run_order import stream_config
@@ -59,6 +60,7 @@ from nanochat.start_run import (
     Start,
     after_halt,
     begin_run,
+    check_fork,
     command,
     find_data,
     inspect_run,
@@ -112,12 +114,14 @@ def look(given: Settings, guard: Guard) -> tuple[Start, Tokenizer]:
     """Collective. How the command's run starts or resumes, and its tokenizer. Writes nothing into
     the run but what its mirror has; text may be prepared."""
     on_rank0(guard.mirror.fetch)
+    settings, tokenizer = on_all_ranks(lambda: command(given, guard.world_size, guard.device.type))
     named = given.resume
     if named in ("auto", "scratch"):
         begins = named == "scratch" or not list_checkpoints(guard.run_dir)
         named = (given.fork_from or given.init_from or "") if begins else ""
+        if begins and not is_run_dir(guard.run_dir):
+            on_rank0(lambda: check_fork(settings, guard.device))
     on_rank0(lambda: make_available(named))
-    settings, tokenizer = on_all_ranks(lambda: command(given, guard.world_size, guard.device.type))
     print0("start: reading the run directory and the data files")
     return inspect_run(settings, guard.device), tokenizer
 

@@ -26,6 +26,7 @@ from typing import Any
 from nanochat.cli import EXIT_FAILED, Parser, run_main
 from nanochat.common import get_base_dir
 from nanochat.run_dir import find_run, list_runs, run_path
+from nanochat.run_owner import last_owner
 from nanochat.run_reader import RunReader
 from nanochat.run_state import is_alive_here
 from nanochat.run_stop import request_stop
@@ -70,20 +71,27 @@ def only_live_run() -> Path:
     raise ValueError(f"which run? In {get_base_dir() / 'runs'}, {problem}")
 
 
-def find(name: str) -> Path | None:
-    """The run with this name. None if it does not exist: its first launch may be starting, so the
-    request is left for that launch. FileNotFoundError if the name looks misspelled, or is a path."""
+def find(name: str) -> Path:
+    """The run with this name. FileNotFoundError if it does not exist. Its first launch may be
+    starting, so the request is left for that launch, unless the name looks misspelled."""
     try:
         return find_run(name)
     except FileNotFoundError as e:
-        if "did you mean" in str(e):
-            raise
-        try:
-            request_stop(run_path(name))
-        except ValueError:  # the name is a path
-            raise e from None
-        print(f"asked: {e}; if its first launch is starting now, it stops after at most one step")
-        return None
+        with contextlib.suppress(ValueError):  # the name is a path
+            path = run_path(name)
+            if last_owner(path)[1]:
+                return path  # its first launch is preparing its data
+            if "did you mean" not in str(e):
+                request_stop(path)
+                raise FileNotFoundError(
+                    f"{e}; if its first launch is starting now, it stops as soon as it has started"
+                ) from None
+        raise
+
+
+def is_active(reader: RunReader) -> bool:
+    """Whether a launch owns a run, also one that is starting and has written no state yet."""
+    return last_owner(reader.run_dir)[1] or reader.status()["liveness"] == "alive"
 
 
 def force(run: dict[str, Any]) -> bool:
@@ -116,35 +124,40 @@ def force(run: dict[str, Any]) -> bool:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Request the stop; with flags, kill processes or wait. Exit code 1 if there is nothing to wait
-    for or to kill, or it fails. ValueError and FileNotFoundError if no run can have the name."""
+    """Request the stop; with flags, kill processes or wait. ValueError and FileNotFoundError if no
+    run is found."""
     args = parse_args(argv)
     run_dir = only_live_run() if args.run is None else find(args.run)
-    if run_dir is None:
-        if not (args.wait or args.force):
-            return 0
-        print("no process is known to wait for or to kill; try again soon", file=sys.stderr)
-        return EXIT_FAILED
     request_stop(run_dir)
     reader = RunReader(run_dir)
     run = reader.status()
-    if run["status"] is None:
+    is_alive = run["liveness"] == "alive"
+    is_starting = not is_alive and is_active(reader)
+    if run["status"] is None and (args.force or not is_starting):
         raise ValueError(
             f"asked {run_dir.name} to stop, but its processes are unknown: {run['reason']}"
         )
-    if run["liveness"] == "alive":
+    if is_starting:
+        print(
+            f"asked {run_dir.name} to stop: its launch is starting, and stops as soon as it has",
+            flush=True,
+        )
+    elif is_alive:
         print(f"asked {run_dir.name} to stop: it saves after the current step", flush=True)
     elif not args.force:
         print(
-            f"{run_dir.name} is not active; a launch that is starting now stops after at most one step"
+            f"{run_dir.name} is not active; a launch that is starting now stops as soon as it has "
+            f"started\n{status_text(run)}"
         )
-        print(status_text(run))
         return 0
     if args.force and not force(run):
         return EXIT_FAILED
-    while args.wait and reader.status()["liveness"] == "alive":
+    while args.wait and is_active(reader):
         time.sleep(POLL_S)
     run = reader.status()
+    if args.wait and run["status"] is None:
+        print(f"{run_dir.name}: its launch has ended before the run began")
+        return 0
     if args.wait or args.force:
         print(status_text(run))
     left = args.force and run["liveness"] == "alive"

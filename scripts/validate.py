@@ -33,7 +33,7 @@ from nanochat.config import Settings, add_flags, from_flags
 from nanochat.dist import autodetect_device_type
 from nanochat.plan import (
     Plan,
-    halts_probably,
+    likely_problem,
     make_run_plan,
     plan_lines,
     problem,
@@ -52,7 +52,8 @@ COPIES = 2  # checkpoints on disk at once: the old one is deleted when the new o
 BY_TIME = TIMED_KEPT + 1  # the same with timed saves; at the end `final` replaces one
 
 LEGEND = """\
-usable: tokens until the first lane runs dry; "-" if that is not in sight; repeated %: share that split documents repeat
+usable: tokens until the first lane runs dry; "-" if that is not in sight
+repeated %: overlap of split documents, which has no loss
 figures: "about" if they are estimated from a sample; docs/data.md has more"""
 
 
@@ -99,8 +100,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     start."""
     args = parser().parse_args(argv)
     setup_logging()
+    default = "" if args.model_tag else " (the default name)"
+    if args.fork_from is not None and not args.model_tag:
+        args.model_tag = f"fork-{os.getpid()}"  # nothing starts, so any free name will do
+        default = " (to train it, name it with --model-tag)"
     settings = from_flags(args)
-    default = "" if settings.model_tag else " (the default name)"
     ok("flags")
     device = torch.device(settings.device_type or autodetect_device_type())
     settings, tokenizer = command(settings, args.world_size, device.type)
@@ -165,11 +169,12 @@ def report_plan(plan: Plan, run: Run) -> bool:
     for line in warnings(plan):
         print(f"warning: {line}")
     why = problem(plan) or refusal(plan, run)
+    likely = likely_problem(plan)
     if why:
         print(f"error: {why}")
-    elif halts_probably(plan):
-        print("error: training can start, but by this estimate it halts before its last step")
-    return not why and not halts_probably(plan)
+    elif likely:
+        print(f"error: training can start, but {likely}")
+    return not why and not likely
 
 
 def ok(text: str) -> None:

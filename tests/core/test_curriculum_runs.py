@@ -297,12 +297,29 @@ def test_a_plan_of_a_fork_counts_what_its_parent_has_left():
     assert planned("rest")["steps"] == last + 1
 
 
+def test_a_fork_names_the_length_that_follows_from_its_curriculum_and_how_to_extend_it():
+    """Regression: it silently got another length; and it was told to raise --num-iterations, which
+    the curriculum then refused."""
+    succeed(mix_file([(2, {"web": 1})]))
+    forked = {"fork_from": "run", "model_tag": "child"}
+    mix = mix_file([(1, {"code": 1})], name="other.yaml")
+    outcome = succeed(mix, **forked)
+    assert "num_iterations 2 -> 3" in outcome.out
+    assert (
+        f"whose last phase is longer (phases count from token {2 * STEP:,}"
+        in succeed(mix, **forked).out
+    )
+    refuse(mix, f"count from token {2 * STEP:,}", "end at", num_iterations=5, **forked)
+    succeed(mix_file([(3, {"code": 1})], name="longer.yaml"), **forked)
+    assert max(steps("child")) == 4
+
+
 def test_a_budget_that_is_not_the_curriculums_is_refused_unless_allowed(workplace):
     mix = mix_file([(2, {"web": 1}), (3, {"code": 1})])
     for steps_ in (3, 7):
         refuse(
             mix,
-            f"its phases add up to {5 * STEP:,} tokens, but the run trains on {steps_ * STEP:,}",
+            f"end at {5 * STEP:,}, but the run trains on {steps_ * STEP:,}",
             "allow_budget_mismatch: true",
             num_iterations=steps_,
         )

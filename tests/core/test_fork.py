@@ -11,8 +11,9 @@ from nanochat.checkpoint import load_checkpoint
 from nanochat.run_dir import cursor_files, read_config
 from nanochat.run_reader import RunReader, unbalanced
 from nanochat.tokenizer import RustBPETokenizer
+from scripts import validate
 from tests import training
-from tests.finished import RUN, STEPS, copy
+from tests.finished import RUN, STEPS, command, copy
 from tests.training import as_bytes, as_flags, die_after_step, digests, losses
 
 AT = 4  # where forks branch off
@@ -319,6 +320,13 @@ def test_another_tokenizer_is_refused(workplace):
 
 def test_without_a_name_a_fork_is_refused():
     assert "--model-tag=NAME" in fork(run=training.refuse, model_tag=None)
+
+
+def test_validate_checks_a_fork_without_a_name():
+    """Regression: it asked for a name although it starts nothing."""
+    outcome = command(validate.main, f"--fork-from=parent@{AT}", "--matrix-lr=0.05")
+    assert outcome.code == 0, outcome.err
+    assert "name it with --model-tag" in outcome.out
 
 
 def test_rows_are_skipped_only_in_forks():

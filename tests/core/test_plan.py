@@ -68,6 +68,35 @@ def test_the_figures_of_the_plan_match_counted_rows(tmp_path, kwargs, windows, e
     assert epochs == 0 or bucket.passes <= 1
 
 
+@pytest.mark.parametrize("parent_steps", [0, 10])
+def test_the_figures_of_books_are_those_of_the_rows_although_most_tokens_are_pending(
+    tmp_path, parent_steps
+):
+    """Regression: `repeated %` counted pending tokens, and so told 1 % where a quarter of each row
+    was overlap; a fork, whose pending tokens its parent has read, got 98 %, and 0 passes."""
+    data = source(tmp_path / "a", [[990] * 60])
+    mix = curriculum(16, 2, [10**6], [{"a": 1}], max_epochs={"a": 1})
+    config = StreamConfig(T=16, V=2, buffer_size=8, long_docs="split", overlap=4, curriculum=mix)
+    _, before, cursors = run(config, {"a": data}, R=4, steps=parent_steps, drop_dry=False)
+    _, after, _ = run(config, {"a": data}, R=4, steps=60, drop_dry=False)
+    plan = make_plan(
+        config,
+        {"a": data},
+        rows_per_step=4,
+        num_steps=60,
+        cursors=cursors,
+        start_step=parent_steps,
+        first_step=parent_steps,
+        begin=cursors,
+    )
+    bucket = plan.buckets["a"]
+    num_rows = (60 - parent_steps) * 4
+    overlap = after["a"]["repeated"] - before.get("a", {"repeated": 0})["repeated"]
+    assert bucket.repeated == overlap / (num_rows * 17)
+    assert bucket.repeated == pytest.approx(4 / 17, rel=0.1)
+    assert bucket.passes == pytest.approx(num_rows * 12 / bucket.tokens, rel=0.1)
+
+
 def test_a_stop_ends_the_planning_of_rows(tmp_path):
     data = source(tmp_path / "a", [[20] * 50])
     config = StreamConfig(T=16, V=4, buffer_size=64, max_epochs=1)

@@ -104,6 +104,21 @@ def test_a_fork_from_a_step_that_was_not_saved_equals_its_parent():
     )
 
 
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"fork_from": "run@5", "num_iterations": 5}, "ends at step 5"),
+        ({"fork_from": "run@5", "seed": 7}, "--seed"),
+        ({"fork_from": "run@1", "lanes": 8}, "--lanes"),
+    ],
+)
+def test_a_fork_that_cannot_be_is_refused_before_its_step_is_replayed(changed, words):
+    """Regression: a wrong flag was found only after a replay, which may take minutes."""
+    with mock.patch.object(base_train, "make_available", mock.Mock(side_effect=AssertionError)):
+        error = training.refuse(model_tag="child", **changed)
+    assert words in error and not training.run_dir("child").exists()
+
+
 def test_a_run_may_resume_at_a_step_that_was_not_saved():
     before = training.losses()
     outcome = training.succeed(resume="run@5")

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from nanochat import run_state
-from nanochat.run_owner import exit_code
+from nanochat.run_owner import claim, exit_code
 from nanochat.run_reader import RunReader
 from nanochat.run_state import STATE_NAME, identify, read_state
 from nanochat.run_stop import FLAG_NAME
@@ -418,10 +418,10 @@ def test_a_launch_that_has_not_claimed_its_run_yet_is_reached(base, capsys, firs
     wait_for(lambda: run_state.process_start(process.pid))
     time.sleep(0.02)  # one tick of the clock of processes
     if first:
-        assert stop.main(["d1"]) == 0, "an accepted request is no error"
-        out = capsys.readouterr().out
-        assert "no run 'd1'" in out and "if its first launch is starting now, it stops" in out
-        assert stop.main(["d1", "--wait"]) == 1, "it has not waited"
+        with pytest.raises(
+            FileNotFoundError, match=r"no run 'd1'.*; if its first launch is starting now, it stops"
+        ):
+            stop.main(["d1"])
     else:
         assert stop.main(["d1"]) == 0
         assert "d1 is not active; a launch that is starting now" in capsys.readouterr().out
@@ -433,6 +433,26 @@ def test_a_launch_that_has_not_claimed_its_run_yet_is_reached(base, capsys, firs
         "asked by scripts.stop",
         1,
     )
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_launch_that_owns_its_run_and_has_no_state_yet_is_asked_and_waited_for(
+    base, capsys, monkeypatch, first
+):
+    """Regression: the request was accepted, but was an error, and --wait did not wait."""
+    if not first:
+        fake_run(base, "d1", "stopped")
+    owner = claim(run_dir(base))
+    waits = []
+
+    def end(seconds):
+        waits.append(seconds)
+        owner.release()
+
+    monkeypatch.setattr(stop.time, "sleep", end)
+    assert stop.main(["d1", "--wait"]) == 0
+    assert len(waits) == 1 and (run_dir(base) / FLAG_NAME).exists()
+    assert "asked d1 to stop: its launch is starting" in capsys.readouterr().out
 
 
 def test_stop_needs_a_name_if_several_runs_are_active_and_ignores_ended_ones(base, capsys):

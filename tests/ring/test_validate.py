@@ -138,15 +138,18 @@ def test_the_plan_is_kept_and_read_at_a_restart(workplace, monkeypatch):
     assert Plan.from_json(read_json(run_dir() / PLAN_NAME)).steps == 10
 
 
-def test_the_verdict_on_an_estimate_agrees_with_its_warning_that_the_run_would_halt(workplace):
-    """Regression: "ok: training can start" and exit code 0 directly under "the run would halt"."""
+def test_the_verdict_on_an_estimate_that_halts_names_the_step_and_the_ways_out(workplace):
+    """Regressions: "ok: training can start" and exit code 0 for a run that would halt; and an error
+    that named no way out."""
     mix(workplace, 40, 4)
     code, out, _ = checked(data_path=workplace / "text", data_format="text")
     assert "estimated from a sample" in out and "warning: bucket 'tiny' probably runs dry" in out
-    assert code == 1 and "the run would halt" in out and "ok: training can start" not in out
-    assert out.rstrip().endswith(
-        "error: training can start, but by this estimate it halts before its last step"
+    assert code == 1 and "ok: training can start" not in out
+    verdict = out.splitlines()[-1]
+    assert verdict.startswith(
+        "error: training can start, but by this estimate, the run halts before step "
     )
+    assert "max_epochs in the curriculum" in verdict and "--allow-bucket-exhaustion" in verdict
 
 
 def test_text_that_suffices_by_an_estimate_is_no_error(workplace):

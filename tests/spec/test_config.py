@@ -176,13 +176,23 @@ def test_a_refusal_lists_the_differences_and_the_remedies(tmp_path):
     assert "--matrix-lr: the run has 0.02, this launch 0.04" in text
     with pytest.raises(
         ValueError,
-        match="--model-tag=NAME; --fork-from=d4 continues this run with them, and --init-from=d4",
+        match="--model-tag=NAME; --fork-from=d4 continues this run with them; --init-from=d4",
     ):
         resume_settings(RUN.to_json(), replace(RUN, matrix_lr=0.04), run_dir=run_dir)
     with pytest.raises(
         ValueError, match="this run, which has no checkpoint yet, add --resume=scratch --force"
     ):
         resume_settings(RUN.to_json(), replace(RUN, matrix_lr=0.04), run_dir=RUN_DIR)
+
+
+@pytest.mark.parametrize("change", [{"val_fraction": 0.05}, {"seed": 8}, {"depth": 6}])
+def test_a_fork_is_offered_only_for_settings_that_it_may_change(tmp_path, change):
+    """Regression: the fork that was offered refused them."""
+    run_dir = tmp_path / "d4"
+    (run_dir / "checkpoints/checkpoint-5").mkdir(parents=True)
+    with pytest.raises(ValueError) as caught:
+        resume_settings(RUN.to_json(), replace(RUN, **change), run_dir=run_dir)
+    assert "--fork-from" not in str(caught.value)
 
 
 def test_automatic_settings_keep_the_values_of_the_run():

@@ -1138,9 +1138,10 @@ def print_items(results: Mapping[str, seen.TaskResult]) -> None:
         for item in result["found"]:
             uses = seen.uses_of(item)
             before, after = seen.losses_of(item)
-            best = max(item["documents"], key=lambda document: document["shared"])
+            # of the documents that the steps are from, if there are steps
+            best = max(item["documents"], key=lambda found: (bool(found["uses"]), found["shared"]))
             steps = ", ".join(str(step) for step in sorted({use["step"] for use in uses})[:WORST])
-            name = visible(best["document"])
+            name = visible(best["document"]) + " (validation)" * (best["split"] != seen.TRAIN)
             cells = [visible(label), item["line"], name, best["shared"], item["ngrams"]]
             rows.append([*cells, steps or "-", before, after])
     rows.sort(key=lambda row: row[5] == "-")

@@ -137,6 +137,18 @@ def test_the_loss_of_a_row_is_its_logged_one(checked):
     assert (run_dir / seen.RESULT_NAME).is_file()
 
 
+def test_a_line_of_the_table_names_the_document_that_its_steps_are_from(capsys):
+    """Regression: it named a validation document, which shared more, beside the steps of another."""
+    use = {"step": 3, "row": 0, "loss": None}
+    trained = {"document": "a:2", "split": "train", "shared": 1, "uses": [use]}
+    held_out = {"document": "b:1", "split": "validation", "shared": 9, "uses": []}
+    documents = [[held_out, trained], [held_out]]
+    found = [{"line": 1, "ngrams": 9, "documents": each} for each in documents]
+    inspect_data.print_items({"items": {"found": found}})
+    _, first, second = (" ".join(line.split()) for line in capsys.readouterr().out.splitlines())
+    assert "a:2 1 9 3" in first and "b:1 (validation) 9 9 -" in second
+
+
 def test_the_table_is_readable(checked, tmp_path):
     _, items, _ = checked
     file = write_items(tmp_path / "items.jsonl", items)

@@ -211,6 +211,9 @@ class Parser(argparse.ArgumentParser):
             self.error(
                 f"--data-path: got {len(paths)} words; separate them by commas: --data-path={','.join(paths)}"
             )
+        data = {"--data-path", "--input-dir"} & self._option_string_actions.keys()
+        if rest and data and Path(rest[0]).exists():
+            self.error(f"{rest[0]}: not a flag; use {data.pop()}={rest[0]} to name the text")
         if rest and not rest[0].startswith("-") and "--model-tag" in self._option_string_actions:
             self.error(
                 f"{rest[0]}: not a flag; use --model-tag={rest[0]} to name a run, or --config=RUN/config.json "

@@ -48,8 +48,8 @@ from nanochat.common import (
     refuse_secrets,
     storage_of,
 )
-from nanochat.text import SUFFIXES, text_suffix
-from nanochat.text_kinds import is_json_lines, saved_files
+from nanochat.text import PLAIN_TEXT, SUFFIXES, text_suffix
+from nanochat.text_kinds import is_json_lines, saved_files, warn_once
 
 log = logging.getLogger(__name__)
 
@@ -67,9 +67,10 @@ BUCKET = "data"  # the name of the bucket if there is only one
 NOT_DATA = re.compile(  # whatever their kind
     r"^(readme|licen[cs]e|copying|notice|changelog|authors|citation)\b|\.(log|lock)$", re.IGNORECASE
 )
+NOT_READ = "not a kind of file that is read; docs/data.md makes JSON lines of source files"
 ABOUT_DATA = re.compile(  # text files that are not documents, whatever is beside them
     r"(readme|licen[cs]e|copying|notice|changelog|authors|citation|merges|vocab|md5sums?|sha256sums?|cmakelists"
-    r"|requirements)([-_.]\w+)?\.txt",
+    r"|requirements)([-_.]\w+)?\.txt(\.gz|\.zst)?",
     re.IGNORECASE,
 )
 METADATA = frozenset(
@@ -111,8 +112,9 @@ NEVER_DATA = (
 
 
 class Entry(NamedTuple):
-    """Something below a folder. `kind`: "file", "folder" or "dangling", a link to something that
-    does not exist. `linked`: it is a link, or below a linked folder."""
+    """Something below a folder. `kind`: "file"; "hidden", a file whose name begins with a dot;
+    "folder"; or "dangling", a link to something that does not exist. `linked`: it is a link, or
+    below a linked folder."""
 
     path: AnyPath
     kind: str
@@ -120,14 +122,15 @@ class Entry(NamedTuple):
 
 
 def walk(folder: AnyPath) -> Iterator[Entry]:
-    """Everything below a folder whose names do not begin with a dot, in no particular order. Links
-    are followed, except those to a folder that contains them. OSError for a folder that cannot be
-    read. A folder that is deleted meanwhile is skipped."""
+    """Everything below a folder, in no particular order. Links are followed, except those to a
+    folder that contains them. Folders and links whose names begin with a dot are skipped: .git,
+    .cache, .snapshot. OSError for a folder that cannot be read. A folder that is deleted meanwhile
+    is skipped."""
     if isinstance(folder, Remote):
         for file in folder.walk():
-            hidden = any(part.startswith(".") for part in file.relative_to(folder).parts)
-            if not hidden:
-                yield Entry(file, "file")
+            folders = file.relative_to(folder).parts[:-1]
+            if not any(part.startswith(".") for part in folders):
+                yield Entry(file, "hidden" if file.name.startswith(".") else "file")
         return
     todo = [(folder, frozenset[tuple[int, int]](), False)]
     while todo:
@@ -139,7 +142,9 @@ def walk(folder: AnyPath) -> Iterator[Entry]:
                 continue
             with os.scandir(place) as entries:
                 for entry in entries:
-                    if entry.name.startswith("."):  # .git, .cache, .snapshot
+                    if entry.name.startswith("."):
+                        if entry.is_file(follow_symlinks=False):
+                            yield Entry(place / entry.name, "hidden")
                         continue
                     path, is_linked = place / entry.name, linked or entry.is_symlink()
                     kind = _kind(entry)
@@ -390,12 +395,12 @@ def _list_folder(path: AnyPath, data_format: str, suffixes: Sequence[str]) -> Li
     hidden = [
         entry.path
         for entry in entries
-        if entry.kind == "file"
+        if entry.kind in ("file", "hidden")
         and has_suffix(entry.path.name, suffixes)
-        and is_hidden(entry.path.relative_to(path), data_format)
+        and (entry.kind == "hidden" or is_hidden(entry.path.relative_to(path), data_format))
     ]
     if hidden:
-        ignored["a name begins with _"] = hidden
+        ignored["a name begins with _ or ."] = hidden
     found = [entry.path for entry in data]
     _check_names(found)
     if ".bin" in suffixes:
@@ -450,14 +455,14 @@ def _not_documents(files: Sequence[AnyPath]) -> dict[AnyPath, str]:
         listed = saved.get(file.parent)
         if suffix == ".arrow" and listed is not None and file.name not in listed:
             reasons[file] = "not part of the saved data set"
-        elif suffix == ".txt" and ABOUT_DATA.fullmatch(file.name):
+        elif suffix in PLAIN_TEXT and ABOUT_DATA.fullmatch(file.name):
             reasons[file] = "about the data, by name"
         elif f"{suffix}.".startswith(".json.") and (
             file.name in METADATA or not is_json_lines(file)
         ):
             reasons[file] = "JSON, but not one object per line"
         elif not suffix and not NOT_DATA.search(file.name):
-            reasons[file] = "not a kind of file that is read"
+            reasons[file] = NOT_READ
     return reasons
 
 
@@ -490,13 +495,9 @@ def _warn_of_copies(folder: AnyPath, files: Sequence[AnyPath]) -> None:
     copies = [some for some in names.values() if len(some) > 1]
     if copies:
         first, second = (os.path.relpath(file, folder) for file in copies[0][:2])
-        log.warning(
-            "%s: %s reachable by several names, so the documents are read once for each name (%s is %s); "
-            "delete the links that are not wanted",
-            folder,
-            counted(len(copies), "file"),
-            second,
-            first,
+        warn_once(
+            f"{folder}: {counted(len(copies), 'file')} reachable by several names, so the documents are read "
+            f"once for each name ({second} is {first}); delete the links that are not wanted"
         )
 
 

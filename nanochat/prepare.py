@@ -16,6 +16,8 @@ module sees parquet only. Rows keep the name and the line of the document in the
 (in object storage, the ETag) of each file, and the options that select documents. So a folder
 never changes, and a run that reads it is safe from the next one. If a file changes, a new folder
 is made; the files that did not change are hard links into the older folder, which take no space.
+A folder that holds all files and others is read instead: a new run also prepares files of which no
+document is selected, which it then leaves out; and a fork may read the validation files alone.
 Each parquet file records the size and hash of the user's file, and a run pins these instead of
 its own bytes, which may depend on the version of pyarrow.
 
@@ -38,6 +40,7 @@ import os
 import re
 import shutil
 import time
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -60,14 +63,18 @@ from nanochat.common import (
     fsync_dir,
     hash_file,
     hash_json,
+    is_remote,
     local_copy,
+    make_local_copies,
     read_json,
     remove_leftovers,
     table,
     write_json,
 )
+from nanochat.pins import DATA_MANIFEST, read_manifests
+from nanochat.run_dir import list_runs, run_path
 from nanochat.text import ORIGIN, TEXT_BYTES, Numbered, Selection, Skipped, prepared_dir
-from nanochat.text_kinds import describe_skipped, no_document, numbered_documents, warn_once
+from nanochat.text_kinds import describe_skipped, numbered_documents, warn_once
 
 log = logging.getLogger(__name__)
 
@@ -77,6 +84,7 @@ RECORDS = "prepared.json"
 KEEP_S = 10.0  # time between two writes of it
 POLL_S = 0.1  # time between two looks at a lock
 FILE, LINE = "from_file", "from_line"  # columns: where a document is in the user's own files
+USES = {"train": "training", "val": "validation"}  # of the splits, in sentences
 FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -128,10 +136,17 @@ class TextFile(NamedTuple):
 # ---- preparing -----------------------------------------------------------------------------------
 
 
-def prepare(files: Sequence[TextFile]) -> list[Path]:
-    """The parquet file of each of the user's files, in that order. Files that were not prepared
+class Prepared(NamedTuple):
+    """A parquet file, and the record of how it was made."""
+
+    path: Path
+    record: Record
+
+
+def prepare(files: Sequence[TextFile]) -> list[Prepared]:
+    """What was prepared from each of the user's files, in that order. Files that were not prepared
     before are prepared now, under a progress bar. Warns about what is skipped. ValueError names a
-    file that cannot be read, or that holds no selected document. OSError if the disk is full."""
+    file that cannot be read. OSError if the disk is full."""
     if not files:
         return []
     targets = _targets(files)
@@ -139,14 +154,18 @@ def prepare(files: Sequence[TextFile]) -> list[Path]:
     folder = prepared_dir() / f"{_title(files[0])}-{hash_json(sorted(keys.items()))[:16]}"
     records = _read_records(folder)
     missing = _missing(folder, records, targets)
+    if missing and (larger := _larger(targets, keys)):
+        folder = larger
+        records = _read_records(folder)
+        missing = []
     if missing:
         with _alone(folder):
             records = _read_records(folder)  # another process may have prepared them meanwhile
             missing = _missing(folder, records, targets)
             records = _make(folder, records, {name: targets[name] for name in missing}, keys)
     _report(folder, records, targets, was_ready=not missing)
-    place_of = {file: folder / name for name, file in targets.items()}
-    return [place_of[file] for file in files]
+    made = {file: Prepared(folder / name, records[name]) for name, file in targets.items()}
+    return [made[file] for file in files]
 
 
 def _title(file: TextFile) -> str:
@@ -192,6 +211,17 @@ def _missing(folder: Path, records: Records, targets: dict[str, TextFile]) -> li
     return missing
 
 
+def _larger(targets: dict[str, TextFile], keys: dict[str, str]) -> Path | None:
+    """A folder that holds all of these files, and others: an earlier launch also prepared a file
+    without documents, or this one reads only the validation data."""
+    for path in sorted(prepared_dir().glob(f"*/{RECORDS}")):
+        records = _read_records(path.parent)
+        has_all = all(name in records and records[name].key == key for name, key in keys.items())
+        if has_all and not _missing(path.parent, records, targets):
+            return path.parent
+    return None
+
+
 def _size(place: Path) -> int:
     """The size of a file in bytes, -1 if it does not exist."""
     try:
@@ -235,6 +265,13 @@ def _make(
 ) -> Records:
     """Prepare the missing files, several at once, and return the records of all. After an error
     or a stop, what is finished is kept, and recorded."""
+    # once each: the parts for training and for validation are made of the same file
+    copied = {str(file.path): file.path for file in missing.values() if is_remote(file.path)}
+    if copied:
+        num_bytes = sum(path.stat().st_size for path in copied.values())
+        files = counted(len(copied), "file")
+        log.info("text: %s are copied to prepare them (%.1f MB)", files, num_bytes / 1e6)
+        make_local_copies(copied.values())
     elsewhere = _by_key()
     records = dict(records)
     errors: list[Exception] = []
@@ -346,8 +383,6 @@ def _convert(file: TextFile, key: str, place: Path, tick: Callable[[int], None])
             num_documents += len(group)
             text_bytes += sum(len(document.text.encode()) for document in group)
             tick(len(group))
-        if not num_documents:
-            raise no_document(source, file.selection, skipped)
         if file.key() != key:
             raise ValueError(
                 f"{file.path}: it changed while being read; run the same command again when it is complete"
@@ -382,10 +417,13 @@ def _report(
         files = f"{counted(len(with_nulls), 'file')}: {few(sorted(with_nulls))}"
         field = next(iter(targets.values())).selection.text_field
         warn_once(f"skipped {total} in column `{field}` of {files}")
+    documents = Counter[str]()
+    for record, file in zip(made, targets.values()):
+        documents[file.split] += record.documents
     log.info(
         "text: %s with %s %s as parquet in %s (%.1f MB; python -m nanochat.prepare --remove deletes it)",
         counted(len({file.path for file in targets.values()}), "file"),
-        counted(sum(record.documents for record in made), "document"),
+        " and ".join(f"{counted(n, 'document')} for {USES[key]}" for key, n in documents.items()),
         "prepared before" if was_ready else "prepared now",
         folder,
         sum(record.num_bytes for record in made) / 1e6,
@@ -399,6 +437,21 @@ def disk_bytes(folder: Path) -> int:
     """The bytes below a folder. Hard links are counted once."""
     stats = [path.stat() for path in folder.rglob("*") if path.is_file()]
     return sum({(stat.st_dev, stat.st_ino): stat.st_size for stat in stats}.values())
+
+
+def _users(base: Path) -> defaultdict[str, list[str]]:
+    """{prepared folder: runs that began with it}."""
+    users = defaultdict[str, list[str]](list)
+    for tag in list_runs():
+        used = set()
+        with contextlib.suppress(OSError, ValueError):  # a run whose manifest is corrupt
+            manifests = read_manifests(run_path(tag) / DATA_MANIFEST)
+            for manifest in itertools.chain(*(of.values() for of in manifests.values())):
+                places = [Path(entry.get("parquet", "")) for entry in manifest["files"]]
+                used |= {p.relative_to(base).parts[0] for p in places if p.is_relative_to(base)}
+        for folder in used:
+            users[folder].append(tag)
+    return users
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -423,13 +476,22 @@ def main(argv: Sequence[str] | None = None) -> int:
             )
     chosen = [known[name] for name in args.names] or folders
     rows = []
+    users = _users(base)
     for folder in chosen:
         records = _read_records(folder).values()
         sources = sorted({record.source for record in records})
         made_from = few(sources) if folder != older else "an older version, no longer used"
-        rows.append([folder.name, disk_bytes(folder) / 1e6, len(records), made_from])
+        rows.append(
+            [
+                folder.name,
+                disk_bytes(folder) / 1e6,
+                len(records),
+                made_from,
+                few(users[folder.name]) or "-",
+            ]
+        )
     if rows:
-        print(*table(["folder", "MB", "files", "made from"], rows), sep="\n")
+        print(*table(["folder", "MB", "files", "made from", "runs"], rows), sep="\n")
     total = disk_bytes(base) + (disk_bytes(older) if older.is_dir() else 0)
     print(f"{base}: {counted(len(folders), 'folder')}, {total / 1e6:,.1f} MB")
     if args.remove:

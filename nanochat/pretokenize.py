@@ -540,7 +540,7 @@ class Pretokenizer:
                 f"{i.path}: it changed while being read; run the same command again when it is complete"
             )
         if not documents:
-            raise no_document(i.path, selection, skipped)
+            raise no_document([i.path], selection, skipped)
         if not selection.min_chars:
             del skipped["short"]
 

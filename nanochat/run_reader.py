@@ -42,6 +42,7 @@ from nanochat.run_dir import (
     find_run_at,
     is_step,
     iter_log,
+    mix_text,
     read_config,
     read_cursors,
 )
@@ -293,8 +294,14 @@ class RunReader:
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens trained on."""
+        """Number of tokens trained on, those of a fork's ancestors included."""
         return self.steps[-1]["tokens"] if self.steps else 0
+
+    @property
+    def own_tokens(self) -> int:
+        """Number of tokens that this run itself trained on, in `train_time_s`."""
+        before = self.fork.tokens if self.fork is not None else 0
+        return max(0, self.num_tokens - before)
 
     @property
     def horizon(self) -> int | None:
@@ -310,7 +317,7 @@ class RunReader:
 
     @property
     def train_time_s(self) -> float:
-        """Seconds spent in steps."""
+        """Seconds spent in the run's own steps."""
         return sum(step["step_s"] for step in self.steps)
 
     def median(self, name: str, last: int = 0) -> float:
@@ -539,7 +546,8 @@ def tree_of(parents: Mapping[str, str | None]) -> dict[str, int]:
 
 
 def differing_settings(configs: Sequence[Mapping[str, Any]]) -> Table:
-    """(name, one JSON value per run) of the settings that differ between runs."""
+    """(name, one JSON value per run) of the settings that differ between runs; of curricula that
+    differ in their mixes, only these, in words."""
     names: dict[str, None] = {}
     for config in configs:
         names |= dict.fromkeys(config)
@@ -548,6 +556,10 @@ def differing_settings(configs: Sequence[Mapping[str, Any]]) -> Table:
     rows: Table = []
     for name in names:
         values = [json.dumps(config[name]) if name in config else None for config in configs]
+        mixes = [mix_text(config.get(name)) for config in configs]
+        short = [mix or value for mix, value in zip(mixes, values)]
+        if len(set(short)) == len(set(values)):
+            values = short
         if len(set(values)) > 1:
             rows.append((name, *values))
     return rows

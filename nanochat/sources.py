@@ -48,23 +48,24 @@ from nanochat.pins import (
     not_pinned_yet,
     place_of,
 )
-from nanochat.prepare import TextFile, prepare
+from nanochat.prepare import USES, Record, TextFile, prepare
 from nanochat.rows import Document
 from nanochat.text import (
     ALL,
     JSON_LINES,
+    PLAIN_TEXT,
     SUFFIXES,
     TEXT_FIELD,
     Selection,
     text_suffix,
 )
-from nanochat.text_kinds import count_nulls
+from nanochat.text_kinds import count_nulls, no_document, warn_once
 from nanochat.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 
 SOURCES = {  # the door for kinds of data files: {suffix: "module:class"}
-    **dict.fromkeys((*SUFFIXES, *JSON_LINES), "nanochat.parquet_source:ParquetSource"),
+    **dict.fromkeys((*SUFFIXES, *JSON_LINES, *PLAIN_TEXT), "nanochat.parquet_source:ParquetSource"),
     ".bin": "nanochat.token_source:TokenSource",
 }
 # a bucket with at most this many estimated tokens is shuffled document by document,
@@ -267,8 +268,11 @@ def scan_all(
     folders: Mapping[str, AnyPath],
     files: Mapping[str, Mapping[str, Sequence[AnyPath]]],
     selection: Selection = ALL,
+    *,
+    is_new: bool = False,
 ) -> Manifests:
-    """The manifests of {split: {bucket: files}} below the `folders` of the splits; see `scan_files`."""
+    """The manifests of {split: {bucket: files}} below the `folders` of the splits; see `scan_files`
+    and `prepared`."""
     manifests: Manifests = {}
     for split, buckets in files.items():
         part = selection.for_split(split)
@@ -276,7 +280,7 @@ def scan_all(
             bucket: _begin_manifest(folders[split], paths, part)
             for bucket, paths in buckets.items()
         }
-    manifests = prepared(manifests, strict=selection.strict)
+    manifests = prepared(manifests, strict=selection.strict, is_new=is_new)
     field = selection.text_field
     for of_split in manifests.values():
         for manifest in of_split.values():
@@ -314,9 +318,15 @@ def pin(path: AnyPath, name: str, text_field: str) -> Pin:
     return entry
 
 
-def prepared(manifests: Mapping[str, Mapping[str, Manifest]], *, strict: bool = False) -> Manifests:
+def prepared(
+    manifests: Mapping[str, Mapping[str, Manifest]], *, strict: bool = False, is_new: bool = False
+) -> Manifests:
     """The manifests, where each entry of a file that is to be prepared names its parquet file on
-    this machine. Raises the errors of `prepare`."""
+    this machine. Raises the errors of `prepare`.
+
+    ValueError for a file without a selected document. If a new run finds it (`is_new`), it is left
+    out with a warning, as long as each bucket can train, and something validates.
+    """
     files: list[TextFile] = []
     for split, buckets in manifests.items():
         for manifest in buckets.values():
@@ -325,7 +335,7 @@ def prepared(manifests: Mapping[str, Mapping[str, Manifest]], *, strict: bool = 
             for entry in filter(is_prepared, manifest["files"]):
                 name = entry["name"]
                 files.append(TextFile(root / name, name, split, selection))
-    place_of_file = dict(zip(((file.split, file.path) for file in files), prepare(files)))
+    made = {(file.split, file.path): found for file, found in zip(files, prepare(files))}
 
     ready: Manifests = {}
     for split, buckets in manifests.items():
@@ -333,10 +343,43 @@ def prepared(manifests: Mapping[str, Mapping[str, Manifest]], *, strict: bool = 
         for bucket, manifest in buckets.items():
             entries = []
             for entry in manifest["files"]:
-                place = place_of_file.get((split, as_path(manifest["root"]) / entry["name"]))
-                entries.append(entry if place is None else {**entry, "parquet": str(place)})
+                found = made.get((split, as_path(manifest["root"]) / entry["name"]))
+                entries.append(entry if found is None else {**entry, "parquet": str(found.path)})
             ready[split][bucket] = {**manifest, "files": entries}
+    records = {file: made[file.split, file.path].record for file in files}
+    empty = {file: record for file, record in records.items() if not record.documents}
+    if empty and not is_new:
+        file = next(iter(empty))
+        raise no_document([file.path], file.selection, empty[file].skipped)
+    for split, buckets in ready.items():
+        _leave_out_empty(buckets, {file: empty[file] for file in empty if file.split == split})
     return ready
+
+
+def _leave_out_empty(buckets: dict[str, Manifest], empty: Mapping[TextFile, Record]) -> None:
+    """Leave out files of a split that have no selected document, and a bucket of validation that
+    has no other files. A warning counts them. ValueError if nothing is left to train on in a
+    bucket, or to validate with."""
+    if not empty:
+        return
+    split, selection = next((file.split, file.selection) for file in empty)
+    for bucket, manifest in list(buckets.items()):
+        root = as_path(manifest["root"])
+        paths = {root / entry["name"] for entry in manifest["files"]}
+        of_bucket = [file for file in empty if file.path in paths]
+        names = {file.name for file in of_bucket}
+        manifest["files"] = [entry for entry in manifest["files"] if entry["name"] not in names]
+        if manifest["files"]:
+            continue
+        del buckets[bucket]
+        if split == "train" or not buckets:
+            files = [file.path for file in of_bucket]
+            raise no_document(files, selection, empty[of_bucket[0]].skipped)
+    part = f" with --val-fraction {selection.val_fraction}" * bool(selection.part)
+    warn_once(
+        f"{root}: {counted(len(empty), 'file')} without a document for {USES[split]}{part}, not used for it: "
+        f"{few(file.name for file in empty)}"
+    )
 
 
 def check_files(

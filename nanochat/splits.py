@@ -15,7 +15,6 @@ count only if some of the files beside each other are for training and others ar
 file `test.parquet` or a bucket `dev/` is ordinary data.
 """
 
-import logging
 import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -40,9 +39,8 @@ from nanochat.files import (
 )
 from nanochat.pins import Manifest, Manifests
 from nanochat.sources import reader_class, scan_all
-from nanochat.text import ALL, Selection, fetch_footers, text_suffix
-
-log = logging.getLogger(__name__)
+from nanochat.text import ALL, PLAIN_TEXT, Selection, fetch_footers, text_suffix
+from nanochat.text_kinds import warn_once
 
 POINTERS = (b"version https://git-lfs.github.com/", b"/annex/objects/")  # how they begin
 POINTER_BYTES = 1 << 10  # no pointer is larger
@@ -191,7 +189,7 @@ def find_splits(data: DataPath, data_format: str = "text", *, by_bucket: bool = 
     if tests:
         ignored["for testing, by name"] = tests
     if ignored:
-        log.warning("%s: %s", data, describe_ignored(data.folder, ignored))
+        warn_once(f"{data}: {describe_ignored(data.folder, ignored)}")
     return splits
 
 
@@ -279,19 +277,15 @@ def drop_empty(data: DataPath, files: Sequence[AnyPath]) -> list[AnyPath]:
             f"write them again, or choose other data with --data-path and --val-path"
         )
     if empty:
-        log.warning(
-            "%s: skipping %s without documents: %s",
-            data,
-            counted(len(empty), "file"),
-            few(empty, folder),
-        )
+        number = counted(len(empty), "file")
+        warn_once(f"{data}: skipping {number} without documents: {few(empty, folder)}")
     return [file for file, content in zip(files, contents) if content == "documents"]
 
 
 def last_of(files: Sequence[AnyPath]) -> AnyPath | None:
     """The file of several that validates if nothing else is named: the last one, but none of a few
     .txt files beside other kinds of files, such as notes. None if there are too few files."""
-    others = [file for file in files if text_suffix(file.name) != ".txt"]
+    others = [file for file in files if text_suffix(file.name) not in PLAIN_TEXT]
     candidates = others or list(files)
     return candidates[-1] if len(candidates) > 1 else None
 
@@ -391,7 +385,7 @@ def _check_val_folders(root: AnyPath) -> None:
 def _too_few(train: Mapping[str, Sequence[AnyPath]]) -> str:
     """Why no file of the training data can validate."""
     files = next(iter(train.values()))
-    other = next((file for file in files if text_suffix(file.name) != ".txt"), files[0])
+    other = next((file for file in files if text_suffix(file.name) not in PLAIN_TEXT), files[0])
     beside = " beside .txt files" if len(files) > 1 else ""
     each_of = " in each bucket" if len(train) > 1 else ""
     return (
@@ -538,4 +532,4 @@ def pin_files(
             every_file = list(chain.from_iterable(buckets.values()))
             check_format(str(roots[split]), every_file, data_format)
     folders = {split: root.folder for split, root in roots.items()}
-    return scan_all(folders, files, selection)
+    return scan_all(folders, files, selection, is_new=True)

@@ -4,7 +4,7 @@ Text files: which of their documents are read, and how parquet is read.
     .parquet                         read in place: open_parquet, read_footer, read_batches
     .jsonl, .jsonl.gz, .jsonl.zst    one {"text": ...} per line; broken lines are skipped with a warning. Also .ndjson,
                                      and .json if it has one object per line
-    .txt                             one document per file
+    .txt, .txt.gz, .txt.zst          one document per file
     .arrow                           a data set that Hugging Face's `datasets` saved
 
 A run reads only parquet: the other kinds are prepared once (nanochat/prepare.py).
@@ -45,6 +45,8 @@ SUFFIXES = (".parquet", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".txt", ".arrow")
 JSON_LINES = tuple(
     kind + packed for kind in (".jsonl", ".ndjson", ".json") for packed in ("", ".gz", ".zst")
 )
+# of files that are one document each
+PLAIN_TEXT = (".txt", ".txt.gz", ".txt.zst")
 TEXT_FIELD = "text"
 # metadata keys in parquet that we write: total UTF-8 bytes of its texts, and its `Origin`
 TEXT_BYTES, ORIGIN = b"text_bytes", b"prepared_from"
@@ -59,7 +61,9 @@ NULLS = "{}: {} in column `{}` of row group {}; delete or fill these rows"
 def text_suffix(name: str) -> str:
     """The suffix of a text file in lower case, such as .jsonl.gz. "" for another kind of file."""
     name = name.lower()
-    return next((suffix for suffix in (*SUFFIXES, *JSON_LINES) if name.endswith(suffix)), "")
+    return next(
+        (suffix for suffix in (*SUFFIXES, *JSON_LINES, *PLAIN_TEXT) if name.endswith(suffix)), ""
+    )
 
 
 # ---- which documents are read --------------------------------------------------------------------

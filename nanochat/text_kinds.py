@@ -11,7 +11,7 @@ import io
 import itertools
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pyarrow as pa
@@ -31,6 +31,7 @@ from nanochat.text import (
     ALL,
     JSON_LINES,
     MAX_DOCUMENT_BYTES,
+    PLAIN_TEXT,
     TEXT_FIELD,
     Numbered,
     Selection,
@@ -79,7 +80,7 @@ def numbered_documents(
     skipped = {} if skipped is None else skipped
     skipped.update({"count": 0, "lines": [], "short": 0})
     suffix = text_suffix(path.name)
-    if suffix == ".txt":
+    if suffix in PLAIN_TEXT:
         return selection.of_one_document(_read_txt(path), skipped)
     if suffix in JSON_LINES:
         return selection.documents(_read_jsonl(path, selection, skipped), skipped)
@@ -125,16 +126,20 @@ def warn_once(line: str) -> None:
         log.warning("%s", line)
 
 
-def no_document(path: AnyPath, selection: Selection, skipped: Skipped) -> ValueError:
-    """The error for a file without any selected document."""
+def no_document(files: Sequence[AnyPath], selection: Selection, skipped: Skipped) -> ValueError:
+    """The error for files without any selected document. `skipped`: what was skipped in the first."""
     why = "".join(f"; line {number}: {problem}" for number, problem in skipped["lines"][:1])
     part = ""
     if selection.part:
         part = f" in the {selection.part} part with --val-fraction {selection.val_fraction}"
     nulls = f"{counted(skipped['nulls'], 'null')}; " if skipped.get("nulls") else ""
+    remedy = "fix the file, or choose other data"
+    if selection.part == "val":
+        remedy = f"raise --val-fraction, {remedy}"
+    others = f", nor in {counted(len(files) - 1, 'other file')}" if len(files) > 1 else ""
     return ValueError(
-        f"{path}: no document is left{part} ({nulls}{counted(skipped['count'], 'broken line')}{why}; "
-        f"{skipped['short']:,} shorter than --min-chars); fix the file, or remove it"
+        f"{files[0]}: no document is left{part} ({nulls}{counted(skipped['count'], 'broken line')}{why}; "
+        f"{skipped['short']:,} shorter than --min-chars){others}; {remedy}"
     )
 
 
@@ -183,8 +188,8 @@ def saved_files(folder: AnyPath) -> set[str] | None:
 
 
 def _read_txt(path: AnyPath) -> str:
-    """The text of a .txt file."""
-    with path.open("rb") as file:
+    """The text of a .txt file, which may be compressed."""
+    with _open_data(path) as file:
         data = file.read(MAX_DOCUMENT_BYTES + 1)
     if len(data) > MAX_DOCUMENT_BYTES:
         raise ValueError(
@@ -198,8 +203,8 @@ def _read_txt(path: AnyPath) -> str:
 
 
 @contextlib.contextmanager
-def _open_lines(path: AnyPath) -> Iterator[Any]:
-    """The bytes of a file of lines, which may be compressed, as a buffered binary file. ValueError
+def _open_data(path: AnyPath) -> Iterator[Any]:
+    """The bytes of a file, which may be compressed, as a buffered binary file. ValueError
     names the file if it is truncated, corrupt, or compressed in a way that cannot be read."""
     suffix = path.suffix.lower()
     codec = CODECS.get(suffix)
@@ -223,7 +228,7 @@ def is_json_lines(path: AnyPath) -> bool:
     lines. True also for an empty file, and for one whose beginning cannot be read: reading it gives
     the reason."""
     try:
-        with _open_lines(path) as lines:
+        with _open_data(path) as lines:
             filled = (
                 line for line in iter(lambda: lines.readline(JSON_LINE_BYTES), b"") if line.strip()
             )
@@ -242,7 +247,7 @@ def is_json_lines(path: AnyPath) -> bool:
 def _read_jsonl(path: AnyPath, selection: Selection, skipped: Skipped) -> Iterator[Numbered]:
     """All documents of a .jsonl file, which may be compressed. `skipped` counts broken lines; with
     --strict, the first one is an error."""
-    with _open_lines(path) as lines:
+    with _open_data(path) as lines:
         for number in itertools.count(1):
             line = lines.readline(MAX_DOCUMENT_BYTES + 1)
             if not line:
@@ -298,7 +303,7 @@ def is_empty_text(path: AnyPath) -> bool:
             with path.open("rb") as file:
                 return not any(batch.num_rows for batch in pa.ipc.open_stream(file))
         if suffix in JSON_LINES:
-            with _open_lines(path) as lines:
+            with _open_data(path) as lines:
                 pieces = iter(lambda: lines.readline(EMPTY_BYTES), b"")
                 return not any(piece.strip() for piece in pieces)
     return False

@@ -417,7 +417,7 @@ class Tokenizer(metaclass=_Opens):
                 missing = f"no tokenizer here, and no data to train one on: {GET_DATA}; then"
             raise FileNotFoundError(
                 f"{json_path}: {missing} train one with python -m scripts.tok_train "
-                f"{data}--output-dir {tokenizer_dir}"
+                f"{data}--output-dir {tokenizer_dir}, and --vocab-size 4096 for a small model"
             )
         kind: type[Tokenizer] = RustBPETokenizer
         if "kind" in saved:

@@ -345,6 +345,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             run_dir, _ = find_run_at(named)
         path = args.json or run_dir / "eval.json"
         result = evaluate(args, checkpoint, device, dtype)
+        if args.run != named and args.no_keep:
+            result["checkpoint"] = named  # that of the replay is about to be deleted
         report(result)  # first, because it may have taken an hour
         on_rank0(lambda: store(result, path))
     return 0

@@ -69,7 +69,7 @@ DATA = {"digest": "digests", "tokens": "token counts", "cursors": "cursors"}
 SERIES = {
     **DATA,
     "loss": "losses",
-    "lr": "learning rates",
+    "lr": "schedule multipliers of the learning rates",
     "grad_norm": "gradient norms",
     "bpb": "validation results",
     "buckets": "validation results",
@@ -644,7 +644,8 @@ def same_tokens(a: Series, b: Series) -> list[list[Any]]:
     """The two runs' losses at equal numbers of tokens, as rows.
 
     Rows (tokens, loss of a and b, bits per byte of a and b) at the numbers of tokens at which
-    either was evaluated, and at the last one. Values between two measurements are interpolated.
+    either was evaluated, and at the last one. Losses between two steps are interpolated. Bits per
+    byte are not: evaluations lie far apart, and a straight line between two is no measurement.
     """
     loss_a, loss_b = curve(a, "loss"), curve(b, "loss")
     bpb_a, bpb_b = curve(a, "bpb"), curve(b, "bpb")
@@ -657,9 +658,28 @@ def same_tokens(a: Series, b: Series) -> list[list[Any]]:
     marks = newest_first[::stride][::-1]  # always with the end
     rows = []
     for mark in marks:
-        values = [interpolate(points, mark) for points in (loss_a, loss_b, bpb_a, bpb_b)]
-        rows.append([mark, *values])
+        losses = [interpolate(points, mark) for points in (loss_a, loss_b)]
+        rows.append([mark, *losses, bpb_a.get(mark), bpb_b.get(mark)])
     return rows
+
+
+def around_difference(texts: Sequence[str]) -> list[str]:
+    """Texts that differ, of which only a part that differs is left if they are long."""
+    if max(map(len, texts)) <= WIDEST:
+        return [*texts]
+    same = 0
+    for characters in zip(*texts):
+        if len(set(characters)) > 1:
+            break
+        same += 1
+    begin = max(0, same - WIDEST // 2)
+    parts = []
+    for text in texts:
+        part = text[begin : begin + WIDEST]
+        before = "..." if begin else ""
+        after = "..." if begin + WIDEST < len(text) else ""
+        parts.append(f"{before}{part}{after}")
+    return parts
 
 
 def print_settings(a: Side, b: Side) -> None:
@@ -669,7 +689,9 @@ def print_settings(a: Side, b: Side) -> None:
     differ = differing_settings([current(a.run.config), current(b.run.config)])
     if not differ:
         return
-    rows = [[show(value)[:WIDEST] for value in row] for row in differ]
+    rows = [
+        [name, *around_difference([show(value) for value in values])] for name, *values in differ
+    ]
     print("", *table(("settings that differ", "a", "b"), rows), sep="\n")
     sentence = explain_left_out(a, b)
     if sentence:

@@ -40,9 +40,9 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from nanochat import seen
+from nanochat import run_history, seen
 from nanochat.cli import EXIT_FAILED, Parser, run_main, setup_logging, whole
-from nanochat.common import counted, show, table, visible
+from nanochat.common import counted, few, show, table, visible
 from nanochat.config import Settings, add_flags, flag, from_flags
 from nanochat.dataloader import StepLayout
 from nanochat.find import (
@@ -64,6 +64,8 @@ from nanochat.sources import Place, RunData, Source
 from nanochat.spikes import ENOUGH, NORMAL, WINDOW
 from nanochat.start_run import command, find_data, inspect_run, open_run
 from nanochat.stream import AnyStream, Cursor, Stream, ledger, open_stream
+from nanochat.text import text_suffix
+from nanochat.tokenizer import Tokenizer
 from scripts.receipt import open_receipt
 
 log = logging.getLogger(__name__)
@@ -77,7 +79,8 @@ AROUND = 8  # steps before a spike that define the usual loss of a bucket
 WORST = 3  # rows shown per spike, and documents shown per row
 LEGEND = """\
 lane_row: the row's number in its lane; {loss}at: position in the row; tokens: how many are in the row
-off: how many of them have no loss; group: part of the file; document, document_in_group: number in file and group
+off: how many of them have no loss: the first ones after BOS, which an earlier row holds, too, or masked ones
+(--text shows them as [no loss: ...]); group: part of the file; document, document_in_group: number in file and group
 epoch: pass over the data; start, stop: its tokens from start to before stop; of: all it has; numbers count from 0"""
 FIND_LEGEND = """\
 epoch: pass over the data; row: its number in the step; lane: the virtual reader; start, stop: its tokens from start
@@ -123,6 +126,15 @@ class Opened:
         manifests = self.data.manifests["train"].values()
         return any(is_prepared(entry) for manifest in manifests for entry in manifest["files"])
 
+    def _who_took(self, step: int) -> str:
+        """Which run took a step before this run began, in words."""
+        if not is_run_dir(self.run.run_dir):  # a receipt
+            return "ask the run that it continues"
+        stretches = run_history.history_of(self.run)
+        owner = max(stretches, key=lambda stretch: (stretch.first <= step, stretch.first))
+        gone = ", which no longer exists" if owner.run is None else ""
+        return f"ask {owner.name}{gone}, whose step {step} it continues"
+
     @contextmanager
     def stream_at(self, step: int) -> Iterator[Any]:
         """The stream of all lanes after `step` steps. A ValueError, even one raised while the
@@ -130,8 +142,7 @@ class Opened:
         damaged."""
         if step < self.first_step:
             raise ValueError(
-                f"step {step}: this run is a fork, and begins with step {self.first_step}; ask the run that "
-                f"it continues"
+                f"step {step}: {self.run.name} begins with step {self.first_step}; {self._who_took(step)}"
             )
         saved = self.run.nearest_cursors(step)
         done, cursors = saved or (self.first_step, self.begin)
@@ -223,13 +234,12 @@ def open_stream_of(run_dir: Path, moved_to: MovedTo = NOT_MOVED) -> Opened:
 def warn_untrained(opened: Opened, last: int) -> None:
     """Warn if the run has not trained step `last` yet."""
     trained = max(opened.run.digests, default=-1) + 1
-    if is_run_dir(opened.run.run_dir) and last >= trained:
-        log.warning(
-            "%s has trained %s; step %s lies ahead and is computed from the data",
-            opened.run.run_dir,
-            counted(trained, "step"),
-            f"{last:,}",
-        )
+    if not is_run_dir(opened.run.run_dir) or last < trained:
+        return
+    where = f"{opened.run.run_dir} has trained {counted(trained, 'step')}; step {last:,} lies ahead"
+    if opened.run.outcome == "completed":
+        where = f"{opened.run.run_dir} ended with step {trained - 1:,}; step {last:,} would come after it"
+    log.warning("%s, and is computed from the data", where)
 
 
 # ---- digests ------------------------------------------------------------------------------------
@@ -318,6 +328,9 @@ def places_in(opened: Opened, stream: AnyStream, row: Row) -> list[dict[str, Any
         if opened.has_lines:
             origin = source.origin_of(group, number)
             place["line"] = origin and origin.line
+            if origin and text_suffix(origin.file) == ".txt":  # the document is many lines of it
+                before = opened.data.tokenizer.decode(document.ids[:start].tolist())
+                place["line"] = origin.line + before.count("\n")
         documents.append(place)
         at += length
     return documents
@@ -337,6 +350,23 @@ def ids_of(row: Row, place: Mapping[str, Any]) -> np.ndarray:
     """The ids of a row that belong to one of its documents, given as in `describe`."""
     begin = place["at"]
     return row.tokens[begin : begin + place["tokens"]]
+
+
+def text_lines(tokenizer: Tokenizer, row: Row, place: Mapping[str, Any]) -> list[str]:
+    """The lines of a document's text in a row, for a terminal. What has no loss is in brackets."""
+    ids = ids_of(row, place)
+    live = np.ones(len(ids), np.uint8)
+    if row.live is not None:
+        live = row.live[place["at"] : place["at"] + place["tokens"]]
+    changes = np.flatnonzero(np.diff(live)) + 1
+    shown = ""
+    at = 0
+    for part in np.split(ids, changes):
+        text = tokenizer.decode(part.tolist())
+        shown += text if live[at] else f"[no loss: {text}]"
+        at += len(part)
+    # Only these end a line here: splitlines would hide the others that the model reads, such as \r.
+    return [visible(line) for line in shown.removesuffix("\n").split("\n")]
 
 
 def show_rows(opened: Opened, args: argparse.Namespace) -> int:
@@ -380,14 +410,16 @@ def show_rows(opened: Opened, args: argparse.Namespace) -> int:
                     ids = ids_of(row, document)
                     text = opened.data.tokenizer.decode(ids.tolist())
                     document["text"] = text
-                    texts.append([visible(line) for line in text.splitlines()])
+                    texts.append(text_lines(opened.data.tokenizer, row, document))
             if args.json:
                 print(json.dumps({**head, "documents": documents}))
     if not args.json:
         print_rows(lines, texts, whole_row=args.row is not None)
         print(LEGEND.format(loss="loss: the row's mean; " if losses else ""))
         if opened.has_lines:
-            print("line: where the document begins in the file, from 1")
+            print(
+                "line: where the document, or this part of a .txt file, begins in the file, from 1"
+            )
     return 0
 
 
@@ -623,6 +655,46 @@ def tracer(opened: Opened) -> Callable[[DocumentPlace], Iterator[Pass]]:
     )
 
 
+class Ancestry:
+    """Follows training documents through a run and its ancestors, up to where it left them."""
+
+    def __init__(self, opened: Opened) -> None:
+        self.opened = opened
+        self.runs = [*lineage(opened)]  # the newest first
+        self._tracers = [tracer(of_run) for of_run, _ in self.runs]
+
+    def passes(self, document: DocumentPlace) -> list[Pass]:
+        """What the runs used of a document, epoch by epoch. What became of its other tokens is said
+        of the run itself. An ancestor that masked the document learned nothing from it, and does
+        not count."""
+        earlier: dict[int, list[Use]] = {}
+        for (of_run, end), passes_of in zip(self.runs[:0:-1], self._tracers[:0:-1]):
+            for place in learned_documents(of_run, [document.name]):
+                for one_pass in passes_of(place):
+                    uses = [use for use in one_pass.uses if use.step < end]
+                    earlier.setdefault(one_pass.epoch, []).extend(uses)
+        passes = []
+        for one_pass in self._tracers[0](document):
+            before = earlier.pop(one_pass.epoch, [])
+            passes.append(replace(one_pass, uses=before + one_pass.uses))
+        for epoch, uses in earlier.items():  # the run does not use its bucket
+            if uses:
+                passes.append(Pass(epoch, uses[0].lane, uses, length=0))
+        return passes
+
+    def losses(self, step: int) -> list[float | None] | None:
+        """The losses of a step's rows, None if they were not recorded, or are corrupt."""
+        owner = next(of_run for of_run, _ in self.runs if of_run.first_step <= step)
+        return recorded_losses(owner.run, step)
+
+    def who(self) -> str:
+        """The runs, in words."""
+        names = ["the run"]
+        for of_run, end in self.runs[1:]:
+            names.append(f"{of_run.run.name} (steps {of_run.first_step:,} to {end - 1:,})")
+        return " or ".join(names)
+
+
 def uses_of(
     opened: Opened, documents: Sequence[DocumentPlace]
 ) -> Mapping[DocumentPlace, Sequence[Use]]:
@@ -678,20 +750,25 @@ def remark(opened: Opened, traced: Traced, left_out: bool) -> str:
         )
         return f"{what}: the run never trains on it"
     if left_out:
+        steps = [use.step for one_pass in traced.passes for use in one_pass.uses]
+        if min(steps, default=opened.first_step) < opened.first_step:
+            return (
+                f"from step {opened.first_step:,} on, its targets are masked (--without-documents)"
+            )
         return (
             "its targets are masked (--without-documents), so the model never learned to predict it"
         )
     return "" if traced.passes else "the curriculum does not use its bucket"
 
 
-def named_documents(opened: Opened, args: argparse.Namespace) -> list[Traced]:
+def named_documents(ancestry: Ancestry, args: argparse.Namespace) -> list[Traced]:
     """The documents that --document or --text names. Of those that contain a text, at most
     DOCUMENTS, and first those that the run trained on. ValueError if there are none."""
-    data = {"train": opened.data.train, "validation": opened.data.val}
-    passes_of = tracer(opened)
+    of_run = ancestry.opened.data
+    data = {"train": of_run.train, "validation": of_run.val}
 
     def trace(split: str, document: DocumentPlace) -> Traced:
-        passes = list(passes_of(document)) if split == "train" else []
+        passes = ancestry.passes(document) if split == "train" else []
         return Traced(split, document, passes)
 
     if args.document is not None:
@@ -720,7 +797,7 @@ def named_documents(opened: Opened, args: argparse.Namespace) -> list[Traced]:
         first = "first " if is_cut else ""
         end = "; the search stopped there" if is_cut else ""
         print(
-            f"{visible(args.text)!r}: the run trained on {len(used)} of the {first}"
+            f"{visible(args.text)!r}: {ancestry.who()} trained on {len(used)} of the {first}"
             f"{counted(len(found), 'document')} containing it{end}"
         )
     return found[:DOCUMENTS]
@@ -797,9 +874,10 @@ def show_find(opened: Opened, args: argparse.Namespace) -> int:
     """Print every training row with tokens of a document, epoch by epoch."""
     if args.texts or args.core:
         return show_items(opened, args)
-    losses_of = lru_cache(None)(partial(recorded_losses, opened.run))
+    ancestry = Ancestry(opened)
+    losses_of = lru_cache(None)(ancestry.losses)
     legends: dict[str, None] = {}
-    for traced in named_documents(opened, args):
+    for traced in named_documents(ancestry, args):
         split, document, _ = traced
         source = (opened.data.train if split == "train" else opened.data.val)[document.bucket]
         left_out = seen.is_masked(source, document)
@@ -842,14 +920,17 @@ def print_passes(opened: Opened, passes: list[dict[str, Any]], *, with_text: boo
         return PASSES_LEGEND
 
     columns = ["epoch", "step", "row", "lane", "start", "stop", "loss"]
-    if with_text:
-        columns.append("has_text")
-    lines = []
-    for of_epoch in used:
-        for use in of_epoch["uses"]:
-            lines.append([use[name] for name in columns])
+    uses = [use for of_epoch in used for use in of_epoch["uses"]]
+    with_it = [use for use in uses if with_text and use["has_text"]]
+    shown = with_it or uses
+    lines = [[use[name] for name in columns] for use in shown]
     if lines:
         print(*table(columns, lines), sep="\n")
+    others = len(uses) - len(with_it)
+    if with_text and others:
+        also = "also " if with_it else ""
+        which = "are not listed" if with_it else "are listed; none has all of it"
+        print(f"{counted(others, 'row')} {also}used other parts of the document, and {which}")
     for ending, same in groupby(passes, key=lambda of_epoch: of_epoch["fate"]):
         if ending:
             print(f"{epochs_text([*same])}: {ending}")
@@ -950,7 +1031,31 @@ def lineage(opened: Opened) -> Iterator[tuple[Opened, int]]:
             )
             return
         end = run.fork.step
-        opened = open_stream_of(run.parent_dir, opened.moved_to)
+        try:
+            parent = open_stream_of(run.parent_dir, opened.moved_to)
+        except (OSError, ValueError) as e:
+            log.warning(
+                "%s continues %s, whose steps are not searched: %s", run.name, run.fork.place, e
+            )
+            return
+        others = [name for name in training_files(parent) if name not in training_files(opened)]
+        if others:
+            log.warning(
+                "%s continues %s, which read files that are searched only in %s: %s",
+                run.name,
+                run.fork.place,
+                parent.run.name,
+                few(others),
+            )
+        opened = parent
+
+
+def training_files(opened: Opened) -> dict[str, None]:
+    """The names of the files that a run trains on."""
+    files: dict[str, None] = {}
+    for manifest in opened.data.manifests["train"].values():
+        files |= dict.fromkeys(entry["name"] for entry in manifest["files"])
+    return files
 
 
 def learned_documents(opened: Opened, names: Sequence[str]) -> list[DocumentPlace]:

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from nanochat.cli import Parser, run_main
-from nanochat.common import counted, duration, show, write_bytes
+from nanochat.common import counted, duration, few, show, write_bytes
 from nanochat.config import current
 from nanochat.run_curves import (
     BPB,
@@ -287,17 +287,23 @@ def table(header: Sequence[Any], rows: Sequence[Sequence[Any]], kind: str = "") 
 def figures_of(run: Run) -> dict[str, str]:
     """The most important figures of a run as {name: value}."""
     done = run.num_steps
-    val: list[float | None] = [*run.val_bpb.values()] or [None]
+    evaluated = [*run.val_bpb.items()]
+    newest = evaluated[-1][1] if evaluated else None
+    measured = "bits per byte"
+    if len(evaluated) > 1:
+        step, first = evaluated[0]
+        when = "at first" if step == run.first_step else f"at step {step:,}"
+        measured += f", {show(first)} {when}"
     figures = {
         "steps": f"{done:,} / {run.horizon or done:,}",
-        f"bits per byte, {show(val[0])} at first": show(val[-1]),
+        measured: show(newest),
         "tokens/s": show(run.median("tokens_per_s", last=100)),
     }
     if run.alive:
         figures["left"] = duration(run.state["eta_s"])
     else:
         figures["training time"] = duration(run.train_time_s)
-    figures["tokens"] = show(run.num_tokens)
+    figures["tokens of its own" if run.fork else "tokens"] = show(run.own_tokens)
     return figures
 
 
@@ -462,7 +468,6 @@ def make_page(runs: Sequence[Run], *, refresh: bool = False) -> str:
         from plotly.offline import get_plotlyjs
     except ImportError:
         raise ValueError("plotly is not installed; pip install -e '.[page]'") from None
-    several = len(runs) > 1
     size = sum(json_bytes(run) for run in runs)
     stride = max(1, -(-size // ROOM))
     data = [chart_data(run, stride) for run in runs]
@@ -482,7 +487,7 @@ def make_page(runs: Sequence[Run], *, refresh: bool = False) -> str:
     differ = table(header, differing_settings([current(run.config) for run in runs]))
     last_steps = [run.num_steps - 1 for run in runs if run.steps]
     parts = {
-        "title": escape(f"{len(runs)} runs" if several else runs[0].name),
+        "title": escape(few(run.name for run in runs)),
         "refresh": f'<meta http-equiv="refresh" content="{WATCH_EVERY_S}">' if refresh else "",
         "data": embed({"charts": charts, "buckets": sorted(buckets - {""}), "runs": data}),
         "plotly": base64.b64encode(gzip.compress(get_plotlyjs().encode(), mtime=0)).decode(),

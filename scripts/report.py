@@ -124,9 +124,10 @@ def progress_sentences(run: RunReader) -> list[str]:
     last = run.launches[-1]
     reason = f" ({last.reason})" if last.reason else ""
     horizon = f" of {run.horizon:,}" if run.horizon else ""
+    own = " of its own" if run.fork else ""
     sentences = [
         f"The run {last.end or 'is unfinished'}{reason} after {last.last:,}{horizon} steps: "
-        f"{run.num_tokens:,} tokens in {duration(run.train_time_s)} of training."
+        f"{run.own_tokens:,} tokens{own} in {duration(run.train_time_s)} of training."
     ]
     val = [*run.val_bpb.values()]
     if len(val) > 1:
@@ -214,7 +215,8 @@ def training_figures(run: RunReader) -> dict[str, Any]:
     time_s = duration(run.train_time_s)
     figures = {
         "steps": run.num_steps,
-        "tokens trained on": run.num_tokens,
+        "tokens trained on": run.own_tokens,
+        "tokens, those of its ancestors included": run.num_tokens if run.fork else None,
         "training time": f"{time_s}, {100 * waited:.2f} % of it waiting for data",
         "tokens/s, median step": run.median("tokens_per_s"),
         "model FLOPs utilization, median step": f"{100 * mfu:.1f} %" if mfu else None,

@@ -105,7 +105,7 @@ def read_row(run_dir: Path) -> Row | None:
         "val_bpb": next(reversed(run.val_bpb.values()), run.evaluation.get("val_bpb")),
         "core": run.evaluation.get("core", {}).get("core_metric"),
         "tokens_per_s": run.median("tokens_per_s"),
-        "train_time_s": run.train_time_s,
+        "train_time_s": 3600 * run.axes()["hours"][-1],  # like the tokens, with its ancestors'
         "peak_memory_bytes": run.peak_memory_bytes,
     }
 

@@ -3,7 +3,7 @@ Tokenize text once, into token shards that training reads.
 
     python -m scripts.tok_shards --input-dir=mytext --output-dir=shards --max-length=0
 
-Every text file below the input folder (.parquet, .jsonl, .jsonl.gz, .jsonl.zst, .txt, .arrow)
+Every text file below the input folder (all kinds that docs/data.md lists)
 becomes a pair: a file of ids and its index. RAW/BUCKET/... becomes OUT/train/BUCKET/NAME.bin and
 .idx, and each bucket's last file becomes OUT/val/BUCKET/...; RAW/train/... and RAW/val/... keep
 their split. Each folder of pairs gets a manifest.json, and OUT/tokenizer is a copy of the

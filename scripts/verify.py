@@ -673,7 +673,7 @@ def find_below(path: AnyPath, args: argparse.Namespace) -> list[Check]:
     checks: list[Check] = []  # of checkpoints, cursors, row losses, pinned data
     closed: set[AnyPath] = set()  # folders whose .bin files are not pairs: checkpoints, row losses
     entries = sorted(walk(path)) if path.is_dir() else []
-    paths = [path, *(entry.path for entry in entries if entry.kind != "dangling")]
+    paths = [path, *(entry.path for entry in entries if entry.kind in ("file", "folder"))]
     for p in paths:
         if not closed.isdisjoint(p.parents):
             continue

@@ -17,7 +17,7 @@ from nanochat.text_kinds import read_texts
 from nanochat.tokens import HEADERS
 from tests.spec.test_files import names_of, write
 from tests.token_files import write_megatron, write_pair
-from tests.toy import write_parquet
+from tests.toy import compressed, write_parquet
 
 pytestmark = pytest.mark.usefixtures("base_dir")
 
@@ -108,6 +108,16 @@ def test_a_pair_that_megatron_names_with_an_underscore_is_data(tmp_path):
     assert names_of(tmp_path, "megatron") == ["_text_document.bin"]
 
 
+@pytest.mark.parametrize("name", ["a.txt.gz", "a.TXT.zst"])
+def test_compressed_plain_text_is_one_document(tmp_path, name):
+    path = tmp_path / name
+    path.write_bytes(compressed(b"one\ntwo\n", path.suffix))
+    path.with_name(f"README{name[1:]}").touch()
+    [file] = find_files(tmp_path)
+    assert list(read_texts(file)) == ["one\ntwo\n"]
+    assert scan(tmp_path)["files"][0]["groups"] == [1]
+
+
 def test_text_in_capital_suffixes_is_read(tmp_path):
     (tmp_path / "A.TXT").write_text("a book")
     assert list(read_texts(find_files(tmp_path)[0])) == ["a book"]
@@ -153,7 +163,7 @@ def test_one_line_lists_all_files_that_are_not_read(tmp_path, caplog):
         "b.parquet",
         *(f"{i}.csv" for i in range(5)),
         "t.jsonl.bz2",
-        "u.txt.gz",
+        "u.txt.bz2",
     )
     pin_files(folder)
     [line] = [record.message for record in caplog.records if "not read" in record.message]
@@ -509,4 +519,15 @@ def test_a_warning_counts_files_of_kinds_that_nothing_reads(tmp_path):
         (tmp_path / name).write_text('{"text": "x"}\n')
     listing = list_files(data_at(tmp_path))
     names = {reason: [file.name for file in files] for reason, files in listing.ignored.items()}
-    assert names == {"not a kind of file that is read": ["b.py", "c.md"]}
+    [(reason, files)] = names.items()
+    assert files == ["b.py", "c.md"] and "not a kind of file that is read" in reason
+    assert "docs/data.md" in reason
+
+
+def test_a_warning_about_files_is_given_once_although_they_are_listed_again(tmp_path, caplog):
+    folder = write(tmp_path, "a.parquet", "b.parquet", "c.csv")
+    (folder / "d.jsonl").touch()
+    for _ in range(2):
+        split_train_val(data_at(folder))
+    assert sum("not read" in message for message in caplog.messages) == 1
+    assert sum("without documents" in message for message in caplog.messages) == 1

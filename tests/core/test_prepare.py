@@ -91,6 +91,63 @@ def test_folders_train_and_val_of_the_user_are_not_repeated(tmp_path, base_dir):
     ]
 
 
+# ---- files without documents ---------------------------------------------------------------------
+
+TWENTIETH = Selection(val_fraction=0.05)
+
+
+def names(manifests):
+    """{split: names of all files}."""
+    return {
+        split: [entry["name"] for manifest in buckets.values() for entry in manifest["files"]]
+        for split, buckets in manifests.items()
+    }
+
+
+def test_a_file_too_small_for_validation_is_trained_on_with_a_warning(tmp_path, caplog):
+    write_jsonl(tmp_path / "a.jsonl", DOCUMENTS[:17])
+    write_jsonl(tmp_path / "b.jsonl", DOCUMENTS)
+    manifests = pin_files(tmp_path, selection=TWENTIETH)
+    assert names(manifests) == {"train": ["a.jsonl", "b.jsonl"], "val": ["b.jsonl"]}
+    assert "1 file without a document for validation with --val-fraction 0.05" in caplog.text
+    assert "not used for it: a.jsonl" in caplog.text
+
+
+def test_a_foreign_file_is_left_out_with_a_warning(data, caplog):
+    write_jsonl(data / "logs" / "train.jsonl", ["x"]).write_text('{"step": 1}\n' * 55)
+    manifests = pin_files(data, selection=TWENTIETH)
+    healthy = ["a.jsonl", "b.jsonl", "c.jsonl"]
+    assert names(manifests) == {"train": healthy, "val": healthy}
+    assert "logs/train.jsonl: 55 broken lines skipped" in caplog.text
+    for use in ("training", "validation"):
+        assert f"1 file without a document for {use} with --val-fraction" in caplog.text
+
+
+def test_files_without_any_document_for_a_split_are_an_error(tmp_path):
+    for name in "ab":
+        write_jsonl(tmp_path / f"{name}.jsonl", DOCUMENTS[:9])
+    with pytest.raises(
+        ValueError, match=r"a\.jsonl: no document is left in the val part .*nor in 1 o"
+    ):
+        pin_files(tmp_path, selection=TWENTIETH)
+
+
+def test_a_later_launch_reads_the_folder_of_the_first_although_it_holds_more(data, base_dir):
+    write_jsonl(data / "d.jsonl", ["x"]).write_text('{"step": 1}\n' * 55)
+    manifests = pin_files(data, selection=TWENTIETH)
+    assert check_files(manifests) == manifests and check_files({"val": manifests["val"]})
+    assert len(folders(base_dir)) == 1
+
+
+def test_a_line_says_what_the_prepared_documents_are_for(data, caplog):
+    with caplog.at_level("INFO"):
+        manifests = pin_files(data, selection=TWENTIETH)
+        check_files({"train": {}, "val": manifests["val"]})
+    lines = [line for line in caplog.messages if line.startswith("text: ")]
+    assert "3 files with 57 documents for training and 3 documents for validation" in lines[0]
+    assert "3 files with 3 documents for validation prepared before" in lines[1]
+
+
 # ---- once ----------------------------------------------------------------------------------------
 
 
@@ -349,6 +406,18 @@ def test_the_command_lists_sizes_and_sources(data, base_dir, capsys):
     prepare.main([])
     printed = capsys.readouterr().out
     assert folders(base_dir)[0].name in printed and "a.jsonl" in printed and "1 folder" in printed
+
+
+def test_the_command_names_the_runs_that_began_with_a_folder(data, base_dir, capsys):
+    for tag, selection in (("mine", TWENTIETH), ("other", Selection(val_fraction=0.5))):
+        run = base_dir / "runs" / tag
+        run.mkdir(parents=True)
+        (run / ".run_state.json").touch()
+        manifests = pin_files(data, selection=selection)
+        (run / "data_manifest.json").write_text(json.dumps(manifests))
+    prepare.main([])
+    lines = capsys.readouterr().out.splitlines()
+    assert sorted(line.split()[-1] for line in lines[1:3]) == ["mine", "other"]
 
 
 def test_the_command_removes_all_folders_and_those_of_older_versions(data, base_dir, capsys):

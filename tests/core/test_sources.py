@@ -270,7 +270,6 @@ def test_broken_jsonl_lines_are_reported_once_per_launch_or_fatal_with_strict(
 @pytest.mark.parametrize(
     "name, content, message",
     [
-        ("s.jsonl", b"broken\n\n", "no document"),
         ("s.jsonl.gz", b'{"text": "plain"}\n', "truncated or not a gzip file"),
         (
             "s.jsonl.gz",

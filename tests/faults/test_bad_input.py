@@ -138,7 +138,7 @@ DATA = [  # (command line, files, words)
     (
         ONE,
         {"one/_temporary/a.parquet": TEXTS},
-        ("no .parquet", "_temporary/a.parquet (a name begins with _)"),
+        ("no .parquet", "_temporary/a.parquet (a name begins with _ or .)"),
     ),
     (
         ONE,

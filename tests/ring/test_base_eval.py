@@ -68,6 +68,17 @@ def test_the_result_equals_that_of_training(run, first_result):
     )
 
 
+def test_a_replay_that_is_not_kept_is_named_by_its_step(base, run, tmp_path, capsys):
+    """Regression: the result named a temporary folder, which was deleted."""
+    replayed = shutil.copytree(run, tmp_path / "run")
+    path = tmp_path / "eval.json"
+    argv = ["run@5", "--no-keep", "--device-type=cpu", "--eval=bpb", f"--json={path}"]
+    with mock.patch.object(sample, "make_available", lambda name, kept: str(replayed)):
+        assert base_eval.main([*argv, "--unigram-tokens=1", "--eval-tokens=64"]) == 0
+    assert json.loads(path.read_text())["checkpoint"] == "run@5"
+    assert "run@5, step " in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("B, processes", [(5, 1), (1, 2)])
 def test_results_do_not_depend_on_batch_size_or_processes(base, run, first_result, B, processes):
     """Nor on how the checkpoint is named."""

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from nanochat.checkpoint import MODEL_NAME, OPTIMIZER_NAME, load_checkpoint
 from nanochat.common import read_json, write_json
 from nanochat.run_dir import cursor_files
+from nanochat.run_reader import differing_settings
 from scripts import average, compare_runs, tok_shards
 from tests import training
 from tests.checkpoints import reseal
@@ -175,8 +176,23 @@ def test_two_experiments_get_tables_of_settings_and_of_results_at_equal_numbers_
         for tag in ("a", "deep")
     )
     assert [row[4] for row in rows] == [float(f"{deep[s]:.4g}") for s in (0, 4, 8)]
-    assert rows[2][3] == float(f"{a[4]:.4g}") and rows[1][3] == float(f"{(a[0] + a[4]) / 2:.4g}")
+    assert [row[3] for row in rows] == [float(f"{a[0]:.4g}"), None, float(f"{a[4]:.4g}")]
     assert "transformer.h.2.attn.c_q.weight: only b has it" in compare("a", "deep", "--tensors")[2]
+
+
+def test_settings_that_differ_are_not_cut_before_they_differ():
+    """Regression: both cells showed the same beginning of two curricula."""
+    phases = [
+        {"duration_tokens": 500_000_000, "mix": {"books": 2, "code": weight}} for weight in (1, 3)
+    ]
+    later = [*phases, phases[0] | {"duration_tokens": 7}]
+    curricula = [{"phases": phases}, {"phases": [*phases, phases[0]]}, {"phases": later}]
+    a, b, c = [{"curriculum": curriculum} for curriculum in curricula]
+    [mixes] = differing_settings([a, b])
+    assert mixes[1] == "2 books + 1 code, then 2 books + 3 code"
+    [(_, *values)] = differing_settings([b, c])
+    first, second = compare_runs.around_difference(values)
+    assert '"duration_tokens": 5' in first and '"duration_tokens": 7' in second
 
 
 # ---- forks --------------------------------------------------------------------------------------
@@ -426,7 +442,11 @@ def test_truncated_lines_are_skipped_and_the_last_line_of_a_step_counts(base, ch
         ("tokens", 3071, "token counts differ first at step 5: 3072 and 3071; 1 of 8 differ"),
         ("loss", 6.0, "same data; losses differ first at step 5: 5.7"),
         ("loss", None, "same data; losses differ first at step 5: 5.7"),
-        ("lr", 0.5, "same data; learning rates differ first at step 5: "),
+        (
+            "lr",
+            0.5,
+            "same data; schedule multipliers of the learning rates differ first at step 5: ",
+        ),
         ("grad_norm", 0.0, "same data; gradient norms differ first at step 5: "),
         ("bpb", 1.0, "same data; validation results differ first at step 4: "),
     ],

@@ -4,9 +4,12 @@ are short."""
 import ast
 import importlib
 import io
+import json
 import os
 import re
 import shlex
+import subprocess
+import sys
 import tokenize
 from pathlib import Path
 
@@ -177,6 +180,20 @@ y = 1
         ("sh", None, ["a b \\\n  c    # exit code 3\n", "cat >x <<'END'\n  y \\\nEND\n", "d\n"]),
         ("python", "it is long; nothing here runs it", ["import x\ny = 1\n"]),
         ("text", None, []),
+    ]
+
+
+def test_the_recipe_for_source_files_makes_documents_with_their_paths(tmp_path):
+    (tmp_path / "nanochat").mkdir()
+    for name in ("b.md", "a.py", "c.png"):
+        (tmp_path / "nanochat" / name).write_text(name)
+    [recipe] = [block.text for block in blocks(ROOT / "docs/data.md") if "rglob" in block.text]
+    recipe = recipe.replace("python", sys.executable)
+    subprocess.run(["bash", "-c", recipe], cwd=tmp_path, check=True)
+    made = (tmp_path / "mysources/nanochat.jsonl").read_text()
+    assert [json.loads(line) for line in made.splitlines()] == [
+        {"path": "nanochat/a.py", "text": "a.py"},
+        {"path": "nanochat/b.md", "text": "b.md"},
     ]
 
 

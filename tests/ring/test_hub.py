@@ -5,6 +5,7 @@ import logging
 import math
 import os
 import shutil
+from collections import Counter
 from functools import partial
 from types import SimpleNamespace
 from unittest.mock import ANY
@@ -474,6 +475,19 @@ def test_no_token_and_no_signed_address_is_shown(hub, monkeypatch):
     hub.faults.append(Fault(name="signature", status=403, times=99))
     error = refuse(**RUN, data_path=SET)
     assert TOKEN not in error and "hidden" not in error and "access denied" in error
+
+
+def test_a_file_is_fetched_once_for_both_parts_that_are_prepared_of_it(hub, monkeypatch):
+    monkeypatch.setattr(hub, "latency_s", 0.2)  # so that both would ask before one is answered
+    train(val_fraction=0.3, num_iterations=1)
+    asked = Counter((request.path, request.range) for request in hub.asked("", "store"))
+    # all of a file, which is larger than the part at its end that holds its footer
+    whole = {
+        (path, span): times
+        for (path, span), times in asked.items()
+        if span.startswith("bytes=0-") and int(span[8:]) >= web.FOOTER_BYTES
+    }
+    assert whole and set(whole.values()) == {1}
 
 
 def test_a_token_that_is_refused_is_named(hub, monkeypatch):

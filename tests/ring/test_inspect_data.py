@@ -184,11 +184,39 @@ def test_text_is_that_of_the_rows_tokens(corpus, monkeypatch):
     assert table.split()[:4] == ["step", "row", "lane", "lane_row"] and "--row=N" not in table
     monkeypatch.setattr(inspect_data, "LINES", 5)
     many = run("rows", "--step=3", "--text", *stream_flags(corpus, "split")).splitlines()
-    assert len(many) == 1 + 2 * 5 + 1 + 3 and many[-4].startswith("5 of the step's ")
-    assert many[-3:] == table.splitlines()[-3:]
-    legend = "; " + "; ".join(many[-3:])
+    assert len(many) == 1 + 2 * 5 + 1 + 4 and many[-5].startswith("5 of the step's ")
+    assert many[-4:] == table.splitlines()[-4:]
+    legend = "; " + "; ".join(many[-4:])
     unexplained = [name for name in many[0].split() if not re.search(rf"[,;] {name}[,:]", legend)]
     assert unexplained == ["step", "row", "lane", "bucket", "file"], "explained by the name itself"
+
+
+def test_the_text_shows_every_end_of_a_line_and_which_tokens_have_no_loss():
+    """Regression: \\r was hidden, and `off 64` did not say which tokens these are."""
+    tokenizer = SimpleNamespace(decode=lambda ids: bytes(ids).decode())
+    tokens = np.frombuffer(b"#again\r\nnew\r\n#next", np.uint8)
+    live = np.ones(len(tokens), np.uint8)
+    live[1:6] = 0
+    row = SimpleNamespace(tokens=tokens, live=live)
+    lines = inspect_data.text_lines(tokenizer, row, {"at": 0, "tokens": 13})
+    assert lines == ["#[no loss: again]\\u000d", "new\\u000d"]
+    row.live = None
+    assert inspect_data.text_lines(tokenizer, row, {"at": 13, "tokens": 5}) == ["#next"]
+
+
+def test_the_part_of_a_book_in_a_row_has_its_line_in_the_file(tmp_path):
+    """Regression: it was always line 1."""
+    with training.workplace(tmp_path / "base"):
+        (tmp_path / "books").mkdir()
+        text = "".join(f"{line} is this line, \u00e9\u4e2d\r\n" for line in range(1, 999))
+        for name in ("a", "b"):
+            (tmp_path / "books" / f"{name}.txt").write_text(text, newline="")
+        flags = [*FLAGS, f"--data-path={tmp_path / 'books'}", "--long-docs=split", "--overlap=2"]
+        rows = json_lines("rows", "--step=9", "--text", "--json", *flags)
+    for place in [place for row in rows for place in row["documents"]]:
+        second = place["text"].split("\n")[1]
+        assert int(second.split()[0]) == place["line"] + 1
+    assert place["line"] > 20, "the case"
 
 
 def test_a_document_does_not_control_the_terminal(corpus, tmp_path, monkeypatch):
@@ -230,7 +258,8 @@ def test_rows_are_packed_from_the_nearest_good_cursors_and_equal_those_of_the_sa
             "rows", f"--step={step}", "--json", "--text", *training.flags(model_tag=None)
         )
     assert "step-00000006.json.gz" in caplog.text
-    assert "has trained 8 steps" in caplog.text and "has trained 0 steps" not in caplog.text
+    assert "ended with step 7; step 9 would come" in caplog.text
+    assert "has trained 0 steps" not in caplog.text
 
 
 def test_a_run_whose_data_was_moved_is_read_where_data_path_says(run_dir):
@@ -439,6 +468,26 @@ def test_a_run_that_continues_the_data_of_another_counts_only_its_own_steps(kill
         assert places(passes) == {use[:6] for use in table.get(document, ())}
         fates |= {inspect_data.fate(run, found) for found in passes}
     assert "before this run began" in fates
+
+
+def test_a_document_is_found_in_the_rows_that_a_run_and_its_ancestors_trained_on(killed, caplog):
+    """Regression: the rows of a fork's parent, whose weights the fork continues, were left out."""
+    table = killed.tables["text"]
+    training.succeed(
+        **RUNS["text"],
+        **{"model_tag": "child", "data_path": killed.folder / "text", "fork_from": "text@15"},
+        **{"curriculum": killed.folder / "mix.yaml", "num_iterations": STEPS, "leaves": 2},
+    )
+    document = next(name for name in table if {use[1] < 15 for use in table[name]} == {True})
+    [found] = json_lines("find", "child", f"--document={document}", "--json")
+    uses = [use for of_epoch in found["passes"] for use in of_epoch["uses"]]
+    assert {tuple(use.values()) for use in uses} == table[document]
+    out = run("find", "child", "--text=e")
+    assert "the run or text (steps 0 to 14) trained on " in out
+    err = command(inspect_data.main, "rows", "child", "--step=3").err
+    assert "ask text, whose step 3 it continues" in err
+    run("rows", "child", f"--step={STEPS}")
+    assert f"ended with step {STEPS - 1}; step {STEPS} would come after it" in caplog.text
 
 
 def test_of_many_documents_with_a_text_those_trained_on_are_shown(killed, monkeypatch):

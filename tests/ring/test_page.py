@@ -335,10 +335,25 @@ def test_the_card_of_a_fork_names_its_parent_its_step_and_what_changed(forks, tm
     shown = unescape(text)
     assert "It is a fork of mine@20 (after 3,200 tokens): matrix_lr 0.02 -> 0.01." in shown
     assert "It is a fork of warm@30 (after 4,800 tokens): matrix_lr 0.02 -> 0.04." in shown
+    assert "<title>mine, warm, a-fork-of-warm</title>" in text
     shutil.rmtree(forks[1])
     text, data = write(forks[2:], tmp_path / "page.html")
     assert "(after 3,200 tokens), which no longer exists: matrix_lr" in text
     assert data["runs"][0]["launches"][0]["from"]["tokens"] == 3200
+
+
+def test_the_tokens_of_a_fork_are_those_trained_in_its_time_and_one_evaluation_is_no_first_one(
+    forks, tmp_path
+):
+    """Regression: all tokens since step 0 were said to be trained in the time of the fork alone."""
+    with (forks[0] / "logs" / "train.jsonl").open("a") as log:
+        log.write(json.dumps({"event": "val", "step": STEPS, "bpb": 2.5, "buckets": {}}) + "\n")
+    run = page.Run(forks[0], 0)
+    figures = page.figures_of(run)
+    assert figures["tokens of its own"] == f"{160 * (STEPS - 30):,}"
+    assert figures["bits per byte"] == "2.5"
+    [sentence, *_] = page.sentences_about(run)[1:]
+    assert f": {160 * (STEPS - 30):,} tokens of its own in " in sentence
 
 
 def test_hostile_texts_stay_texts(runs, tmp_path):

@@ -97,9 +97,9 @@ def test_names_that_begin_with_an_underscore_or_a_dot_are_not_data(tmp_path, cap
     assert names_of(folder) == ["a.parquet", "b.parquet"]
     split_train_val(data_at(folder))
     for words in (
-        "3 files",
-        "_c.parquet, _temporary/0/p.parquet, x/_logs/q.jsonl",
-        "begins with _",
+        "4 files",
+        "._d.parquet, _c.parquet, _temporary/0/p.parquet and 1 more",
+        "begins with _ or .",
     ):
         assert words in caplog.text
 

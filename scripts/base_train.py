@@ -119,9 +119,13 @@ def look(given: Settings, guard: Guard) -> tuple[Start, Tokenizer]:
     if named in ("auto", "scratch"):
         begins = named == "scratch" or not list_checkpoints(guard.run_dir)
         named = (given.fork_from or given.init_from or "") if begins else ""
-        if begins and not is_run_dir(guard.run_dir):
-            on_rank0(lambda: check_fork(settings, guard.device))
-    on_rank0(lambda: make_available(named))
+
+    def replay_if_unsaved() -> None:
+        if named == given.fork_from and not is_run_dir(guard.run_dir):
+            check_fork(settings, guard.device)
+        make_available(named)
+
+    on_rank0(replay_if_unsaved)
     print0("start: reading the run directory and the data files")
     return inspect_run(settings, guard.device), tokenizer
 

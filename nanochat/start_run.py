@@ -37,7 +37,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from nanochat.any_step import check_step, unsaved_step
 from nanochat.attention import activate_kernel, check_mode
 from nanochat.checkpoint import (
     Checkpoint,
@@ -78,14 +77,12 @@ from nanochat.fork import (
     find_parent,
     first_checkpoint,
     note_length,
-    stand_in,
 )
 from nanochat.pins import DATA_MANIFEST, Manifests, bare, leave_out, read_manifests
 from nanochat.plan import print_passes, rehearse
 from nanochat.run_dir import (
     CONFIG_NAME,
     PLAN_NAME,
-    find_run_at,
     is_run_dir,
     keep_cursors,
     newest_events,
@@ -302,21 +299,6 @@ def inspect_run(settings: Settings, device: torch.device) -> Start:
 
     on_all_ranks(check_shared)
     return on_rank0(lambda: _inspect(run_dir, settings, device))
-
-
-def check_fork(settings: Settings, device: torch.device) -> None:
-    """ValueError if the settings of a new fork cannot be, before the step that it begins with is
-    replayed, which may take long. Does nothing if that step was saved."""
-    step = unsaved_step(settings.fork_from)
-    if settings.fork_from is None or step is None:
-        return
-    check_step(find_run_at(settings.fork_from)[0], step)
-    parent = stand_in(settings.fork_from, step)
-    if parent is None:
-        return
-    dtype = get_compute_dtype(device, settings.dtype)
-    room = device_memory(device, settings.world_size)
-    resolve(branch_off(settings, parent), dtype, room)
 
 
 def _inspect(run_dir: Path, settings: Settings, device: torch.device) -> Start:

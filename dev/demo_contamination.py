@@ -260,7 +260,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         seconds = time.monotonic() - began
         must_be_found = [item for way, (_, found) in WAYS.items() if found for item in ways[way]]
         planted = {document_of[item] for item in must_be_found}
-        names = set(listed.read_text().split())
+        lines = listed.read_text().splitlines()
+        names = {line for line in lines if not line.startswith("#")}
         print(
             f"validate: {seconds:.1f} s, {len(names & planted)} of {len(planted)} planted documents"
         )

@@ -3,6 +3,7 @@ does the same with many more states."""
 
 import os
 import random
+import tempfile
 from pathlib import Path
 
 import pyarrow as pa
@@ -15,9 +16,12 @@ from tests.power import recording, states
 
 
 @pytest.fixture(scope="module")
-def life(tmp_path_factory):
-    with power_loss.lived(tmp_path_factory.mktemp("life") / "base") as life:
-        yield life
+def life():
+    """One life. Each of the states after it is written anew, which takes a fraction in memory."""
+    in_memory = "/dev/shm" if os.path.isdir("/dev/shm") else None
+    with tempfile.TemporaryDirectory(dir=in_memory) as folder:
+        with power_loss.lived(Path(folder) / "base") as life:
+            yield life
 
 
 def test_nothing_reported_is_lost_nothing_is_half_written_and_the_run_goes_on(life):

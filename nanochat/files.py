@@ -351,15 +351,17 @@ def _no_such_folder(path: AnyPath) -> FileNotFoundError:
 def _hint_for(path: AnyPath) -> str:
     """What a --data-path that names nothing may mean."""
     beside: list[str] = []
+    has_parent = not isinstance(path, Remote) and is_folder(path.parent)
     if isinstance(path, Remote):
         beside = path.beside()
-    elif is_folder(path.parent):
+    elif has_parent:
         beside = [other.name for other in path.parent.iterdir()]
     if hint := did_you_mean(path.name, beside):
         return hint
     if any(character in path.name for character in "*?["):
         return "; patterns are not expanded: name the folder, or its files with commas between them"
-    if of_hub := HUB_LIKE.fullmatch(str(path)):
+    of_hub = None if has_parent else HUB_LIKE.fullmatch(str(path))
+    if of_hub:
         return f"; a data set on the Hub is named hf://datasets/{of_hub[1]}"
     if isinstance(path, Remote):
         return f"; beside it: {', '.join(beside[:8])}" if beside else ""

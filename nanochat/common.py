@@ -188,6 +188,7 @@ class Remote(PurePosixPath):
     """
 
     cache_bytes = int(DATA_CACHE_GB * 1e9)  # of this launch; see `begin_launch`
+    keeps_ranges = False  # whether what was read of a file stays on this machine
 
     def __str__(self) -> str:
         return url(super().__str__())

@@ -14,9 +14,9 @@ about the data (README, LICENSE, logs), and commands print that list. All of the
 object storage.
 
 **Links.** The tree below DIR is what `find -L DIR` prints: every link is followed, except one to a
-folder that contains the link, which would never end. A file that is reachable by two names is read
-twice, with a warning. (Rejected: reading it once. Which of the names would count? A bucket could
-lose its files to another bucket.)
+folder that contains the link, which would never end. A file that is reachable by two names, or
+that the Hub lists twice, is read twice, with a warning. (Rejected: reading it once. Which of the
+names would count? A bucket could lose its files to another bucket.)
 
 **Known data sets.** The last shard of the data set is used for validation: it is always downloaded,
 and it is an error if it is missing. Otherwise a failed download would silently change all
@@ -420,7 +420,7 @@ def _list_folder(path: AnyPath, data_format: str, suffixes: Sequence[str]) -> Li
         )
         not_read = f" ({describe_ignored(path, ignored)})" if ignored else ""
         raise FileNotFoundError(f"{path}: no {', '.join(suffixes)} file below it{not_read}; {hint}")
-    if any(entry.linked for entry in data):
+    if isinstance(path, Remote) or any(entry.linked for entry in data):
         _warn_of_copies(path, found)
     return Listing(found, ignored)
 
@@ -489,17 +489,23 @@ def _check_pairs(files: Sequence[AnyPath]) -> None:
 
 
 def _warn_of_copies(folder: AnyPath, files: Sequence[AnyPath]) -> None:
-    """Warn about files that links make reachable by several names."""
-    names = defaultdict[tuple[int, int], list[AnyPath]](list)
+    """Warn about files that are known to be the same: links, or remote files with one hash."""
+    names = defaultdict[object, list[AnyPath]](list)
     for file in files:
-        stat = file.stat()
-        names[stat.st_dev, stat.st_ino].append(file)
+        if isinstance(file, Remote):
+            names[file.sha256() or file].append(file)
+        else:
+            stat = file.stat()
+            names[stat.st_dev, stat.st_ino].append(file)
     copies = [some for some in names.values() if len(some) > 1]
     if copies:
-        first, second = (os.path.relpath(file, folder) for file in copies[0][:2])
+        first, second = (file.relative_to(folder) for file in copies[0][:2])
+        remedy = "delete the links that are not wanted"
+        if isinstance(folder, Remote):
+            remedy = "name the folder, or the files, that you want"
         warn_once(
             f"{folder}: {counted(len(copies), 'file')} reachable by several names, so the documents are read "
-            f"once for each name ({second} is {first}); delete the links that are not wanted"
+            f"once for each name ({second} is {first}); {remedy}"
         )
 
 

@@ -18,6 +18,7 @@ from the file. In pretokenized files, each entry is a document.
 """
 
 import itertools
+import logging
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
@@ -28,10 +29,15 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from tqdm import tqdm
 
+from nanochat.cli import did_you_mean
+from nanochat.common import AnyPath, counted, is_remote
 from nanochat.order import Order, StreamConfig, open_order
+from nanochat.pins import place_of
 from nanochat.rows import Row
 from nanochat.sources import Source
 from nanochat.stream import Cursor, DocumentKey, RowsConfig, Stream
+
+log = logging.getLogger(__name__)
 
 
 class Piece(Protocol):
@@ -431,11 +437,28 @@ def find_document(data: Mapping[str, Mapping[str, Source]], name: str) -> tuple[
         files = ", ".join([*known][:4])
         if len(known) > 4:
             files += ", ..."
-        raise ValueError(f"{name}: the run has no file {file}; its files are {files}")
+        hint = did_you_mean(file, known)
+        raise ValueError(f"{name}: the run has no file {file}; its files are {files}{hint}")
     split, bucket, count = known[file]
     if row >= count:
         raise ValueError(f"{name}: {file} has documents 0 to {count - 1}; name one of them")
     return split, DocumentPlace(bucket, name, row, -1, -1)
+
+
+def announce_search(data: Mapping[str, Mapping[str, Source]]) -> None:
+    """Log how much a search through all files of {split: {bucket: source}} may have to fetch."""
+    sizes: dict[AnyPath, int] = {}
+    for sources in data.values():
+        for source in sources.values():
+            for entry in source.manifest["files"]:
+                sizes[place_of(source.manifest, entry)] = entry["size"]
+    remote = [size for path, size in sizes.items() if is_remote(path)]
+    if remote:
+        log.info(
+            "searching reads the text of %s, at most %.1f MB, and fetches what is not on this machine",
+            counted(len(remote), "remote file"),
+            sum(remote) / 1e6,
+        )
 
 
 def documents_with(source: Source, bucket: str, text: str) -> Iterator[DocumentPlace]:

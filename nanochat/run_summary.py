@@ -5,17 +5,20 @@ What a launch prints before its first step, and when it runs out of memory.
 import contextlib
 import os
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import PurePosixPath
 
 import torch
 
 from nanochat.checkpoint import list_checkpoints
-from nanochat.common import counted, get_dist_info, is_remote, print0, show
+from nanochat.common import counted, few, get_dist_info, is_remote, print0, show
 from nanochat.config import flag
 from nanochat.dataloader import StepLayout
 from nanochat.dist import peak_memory, write_memory
 from nanochat.files import FORMATS, data_at
 from nanochat.fork import describe_fork
+from nanochat.pins import Manifest
 from nanochat.run_dir import CONFIG_NAME, Fork
 from nanochat.run_settings import derive, describe_memory, device_memory, estimate_memory
 from nanochat.splits import describe_split, files_of, last_file_validates
@@ -36,13 +39,18 @@ def print_split(run: Run) -> None:
         return
     for root in sorted({str(manifest["root"]) for manifest in train.values()}):
         if root.startswith("hf://"):  # with the commit, from which the branch may have moved on
-            print0(f"data: {root}")
+            print0(f"data: {root}{_folders_in(train, root)}")
     reads = f"this run trains on {run.horizon.total_tokens:,} tokens"
     is_new = not run.config and settings.val_path is None
     chosen = is_new and last_file_validates(data_at(settings.data_path or ""))
     print0(
         *describe_split(
-            files_of(train), files_of(val), reads=reads, shared=settings.val_fraction, chosen=chosen
+            files_of(train),
+            files_of(val),
+            reads=reads,
+            shared=settings.val_fraction,
+            chosen=chosen,
+            remote=is_remote(settings.data_path or ""),
         ),
         sep="\n",
     )
@@ -53,6 +61,22 @@ def print_split(run: Run) -> None:
         whole = rows.count(None)
         files = f" and {counted(whole, 'whole file')}" if whole else ""
         print0(f"left out: {counted(number, 'document')}{files} (--without-documents)")
+
+
+def _folders_in(manifests: Mapping[str, Manifest], root: str) -> str:
+    """How many files are read from each folder below a root, if there are several: folders of a
+    data set on the Hub may hold the same documents."""
+    files = [
+        file["name"]
+        for manifest in manifests.values()
+        if str(manifest["root"]) == root
+        for file in manifest["files"]
+    ]
+    folders = Counter(PurePosixPath(name).parts[0] for name in files if "/" in name)
+    if len(folders) < 2:
+        return ""
+    named = [f"{folder} ({counted(number, 'file')})" for folder, number in folders.items()]
+    return f", from {len(folders)} folders together: {few(named)}"
 
 
 def print_summary(

@@ -29,7 +29,7 @@ from nanochat.common import (
     write_json,
 )
 from nanochat.core_eval import read_bundle
-from nanochat.find import DocumentPlace, groups_of
+from nanochat.find import DocumentPlace, announce_search, groups_of
 from nanochat.ngrams import BATCH_CHARS, SHORTEST, Index, Shared
 from nanochat.pins import Pin, version_line
 from nanochat.run_dir import finite
@@ -134,6 +134,7 @@ def search(data: Mapping[str, Mapping[str, Source]], index: Index) -> Iterator[H
 
     Reads each file once, with a progress bar.
     """
+    announce_search(data)
     groups = []
     for split, sources in data.items():
         for bucket, source in sources.items():

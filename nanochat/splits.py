@@ -447,6 +447,7 @@ def describe_split(
     reads: str = "",
     shared: float = 0.0,
     chosen: bool = False,
+    remote: bool = False,
 ) -> list[str]:
     """Lines about which files are for validation and for training, and a warning if the split looks
     accidental.
@@ -456,7 +457,7 @@ def describe_split(
 
     `reads`: how much of the training files the program reads. `shared`: the --val-fraction.
     `chosen`: whether the last file was taken by default, which suits shuffled shards but is a
-    surprise in a folder of different files.
+    surprise in a folder of different files. `remote`: whether the files are elsewhere.
     """
     end = f"; {reads}" if reads else ""
     if shared:
@@ -476,9 +477,10 @@ def describe_split(
     if odd and chosen:
         stated = stated_splits([PurePosixPath(file.name) for file in (*train, *val)])
         if "val" not in stated.values():
+            cost = ", which copies all files to this machine" if remote else ""
             lines.append(
                 f"warning: the last file is used for validation, but {', and '.join(odd)}; name validation "
-                f"data with --val-path, or use 5% of the documents of every file with --val-fraction=0.05"
+                f"data with --val-path, or use 5% of the documents of every file with --val-fraction=0.05{cost}"
             )
     return lines
 

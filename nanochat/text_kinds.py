@@ -19,6 +19,7 @@ from tqdm import tqdm
 
 from nanochat.common import (
     AnyPath,
+    Remote,
     as_path,
     counted,
     get_dist_info,
@@ -94,7 +95,11 @@ def numbered_documents(
 def read_texts(path: AnyPath | str, selection: Selection = ALL) -> Iterator[str]:
     """The selected documents of a text file of any kind. Warns about what was skipped, at the end
     of the file, once per process."""
-    path = local_copy(as_path(path))
+    path = as_path(path)
+    if not (
+        isinstance(path, Remote) and path.keeps_ranges and text_suffix(path.name) == ".parquet"
+    ):
+        path = local_copy(path)
     skipped: Skipped = {}
     yield from read_documents(path, selection, skipped)
     for line in describe_skipped(path, selection, skipped):

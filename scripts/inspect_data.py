@@ -50,6 +50,7 @@ from nanochat.find import (
     History,
     Pass,
     Use,
+    announce_search,
     documents_with,
     find_document,
     sample_passes,
@@ -807,6 +808,7 @@ def matches_of(
     data: Mapping[str, Mapping[str, Any]], text: str
 ) -> Iterator[tuple[str, DocumentPlace]]:
     """(split, document) of all documents that contain a text. data: {split: {bucket: source}}."""
+    announce_search(data)
     for split, sources in data.items():
         for bucket, source in sources.items():
             for document in documents_with(source, bucket, text):

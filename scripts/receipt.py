@@ -15,6 +15,7 @@ A receipt holds everything that determines the rows, and the digests that the ru
     marks               for every 1,000th step and the last one: its digest, and a hash chained over all digests up to
                         it, chain(s) = hash(chain(s - 1), digest(s)), so one mark proves all steps before it
     first, begin        of a fork: its first step, and the cursors of all lanes there
+    data                of data on the Hub: its path, with the commit
     tokenizer           the files of the run's tokenizer, so that nobody needs to ask for them
     checkpoints         {step: checksum of its seal} of those that exist; so whoever gets them later can replay any
     training, horizons  stretch between two of them with these settings and lengths of the run, and compare every bit
@@ -84,6 +85,7 @@ SHAPE = {
     "tokenizer": dict,
     "checksum": str,
 }
+PUBLIC = "hf://"  # how a data path begins that others can read, too
 SHA256 = "sha256:"  # how a hash begins that the Hub knows
 REWRITE = "write it again with python -m scripts.receipt RUN"
 
@@ -219,6 +221,8 @@ def make_receipt(run: RunReader, steps: int | None = None) -> dict[str, Any]:
         if step % EVERY == 0 or step == steps - 1:
             marks[str(step)] = {"digest": digests[step], "chain": link}
     begin = run.cursor_files.get(first)
+    roots = {str(manifest["root"]) for manifest in data.manifests["train"].values()}
+    public = [root for root in roots if root.startswith(PUBLIC)]
     receipt = {
         "nanochat_receipt": FORMAT,
         "run": run.name,
@@ -227,6 +231,7 @@ def make_receipt(run: RunReader, steps: int | None = None) -> dict[str, Any]:
         "code": sorted({launch.started.get("code") or "not known" for launch in run.launches}),
         "settings": row_settings(settings),
         "stream": stream_identity(config, data.train, data.tokenizer.fingerprint),
+        **({"data": public[0]} if len(public) == len(roots) == 1 else {}),
         "files": list_files(data.manifests["train"]),
         "marks": marks,
         "begin": None if begin is None else read_cursors(begin)[1],
@@ -378,7 +383,7 @@ def choose_tokenizer(
     own = "leave --tokenizer out: the receipt contains the run's"
     try:
         named = replace(settings, tokenizer=given.tokenizer, eod_token=given.eod_token)
-        tokenizer = find_tokenizer(named, given.data_path or "")
+        tokenizer = find_tokenizer(named, given.data_path or receipt.get("data", ""))
     except FileNotFoundError as e:
         raise FileNotFoundError(
             f"{path}: the run's tokenizer is needed to recompute rows; {own} ({e})"
@@ -394,7 +399,7 @@ def choose_tokenizer(
 def open_receipt(
     path: Path, given: Settings, last: int
 ) -> tuple[RunData, Any, int, list[dict[str, Any]] | None, int]:
-    """Open the stream of a receipt without the run, from the data that --data-path names. Returns
+    """Open the stream of a receipt without the run, from the data that --data-path names, or on the Hub. Returns
     (data, settings of the stream, rows per step, cursors of the first step or None for the
     beginning of the data, first step). ValueError or FileNotFoundError for flags beyond these, a
     step `last` that the run did not train, a different tokenizer, or a file that is missing or
@@ -406,11 +411,13 @@ def open_receipt(
         raise ValueError(
             f"{path} and {', '.join(refused)}: a receipt has its own settings; leave these flags out"
         )
-    if given.data_path is None:
-        raise ValueError(
-            f"{path}: a receipt does not say where the data is; name its folder with --data-path"
-        )
     receipt = read_receipt(path)
+    data_path = given.data_path or receipt.get("data")
+    if data_path is None:
+        raise ValueError(
+            f"{path}: a receipt does not say where the data is, unless it is on the Hub; name its folder "
+            f"with --data-path"
+        )
     code, stream = ", ".join(receipt["code"]), receipt["stream"]
     if last >= receipt["steps"]:
         raise ValueError(
@@ -425,7 +432,7 @@ def open_receipt(
     config = stream_config(settings)
     tokenizer = choose_tokenizer(path, receipt, settings, given)
     selection = Selection.of(settings.to_json()).for_split("train")
-    manifests = find_manifests(path, receipt, given.data_path, selection)
+    manifests = find_manifests(path, receipt, data_path, selection)
     data = open_data({"train": manifests, "val": {}}, tokenizer, as_stored=not config.framed)
     here = stream_identity(config, data.train, tokenizer.fingerprint)
     differing = differences(stream, here)

@@ -28,7 +28,7 @@ import pyarrow.parquet as pq
 from tqdm import tqdm
 
 from nanochat.cli import Parser, run_main, setup_logging, whole
-from nanochat.common import AnyPath, as_local_path, get_base_dir
+from nanochat.common import AnyPath, as_local_path, get_base_dir, is_remote
 from nanochat.files import BUCKET, DATASET_NAME, FORMATS, data_at, default_data_path
 from nanochat.splits import DataFile, describe_split, last_file_validates, split_train_val
 from nanochat.text import Selection, add_text_flags
@@ -247,6 +247,7 @@ def main(argv: list[str] | None = None) -> int:
                 reads=f"at most --max-chars={args.max_chars:,} characters",
                 shared=args.val_fraction,
                 chosen=val_data is None and last_file_validates(data),
+                remote=is_remote(folder),
             ),
             sep="\n",
         )

@@ -471,7 +471,8 @@ def check_receipt(path: Path, args: argparse.Namespace, _: tqdm) -> Iterator[str
     highest = max(steps)
     given = Settings(data_path=args.data_path, tokenizer=args.tokenizer, eod_token=args.eod_token)
     opened = Opened(RunReader(path), *open_receipt(path, given, highest))
-    yield f"{path}: the files in {args.data_path} are those of {receipt['run']}"
+    where = args.data_path or receipt["data"]
+    yield f"{path}: the files in {where} are those of {receipt['run']}"
     first = opened.first_step
     if min(steps) < first:
         raise ValueError(

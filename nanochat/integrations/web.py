@@ -241,6 +241,8 @@ os.register_at_fork(after_in_child=_cache_of.cache_clear)
 class RangePath(Remote):
     """A path whose files are read in ranges. A subclass finds the files."""
 
+    keeps_ranges = True
+
     def find(self) -> File | None:
         """The file at this path, in its first state of this launch. None if there is none."""
         raise NotImplementedError

@@ -11,7 +11,7 @@ which saves a round trip, until it refuses one: such addresses are signed for an
 
 **Waiting.** A request that fails for a temporary reason (no connection, a truncated answer, 408,
 429, 5xx) is repeated after a growing pause, or after the time in the answer's Retry-After: for 600
-s, but for only 9 s if the server has never answered. It runs in a daemon thread, while the caller
+s, but for only 30 s if the server has never answered. It runs in a daemon thread, while the caller
 checks ten times a second whether the program should stop (`poll`).
 
 **Secrets.** The addresses at which redirects end may be signed, so messages name a host, never an
@@ -53,7 +53,7 @@ class Patience:
 
     connect_s: float = 5.0
     silence_s: float = 15.0  # until the next byte of an answer
-    first_answer_s: float = 9.0  # how long to retry until the server first answers
+    first_answer_s: float = 30.0  # how long to retry until the server first answers
     give_up_s: float = 600.0  # how long to retry after that
     first_pause_s: float = 0.2  # between two attempts; each later pause is twice as long
     log_every_s: float = 15.0

@@ -337,6 +337,35 @@ def test_tok_train_and_tok_shards_read_the_hub(hub, tmp_path):
     assert len(list(tmp_path.glob("out/**/*.bin"))) == 4
 
 
+def test_what_tok_train_has_read_is_not_fetched_again(hub, tmp_path):
+    """Regression: it copied whole files, of which a run then fetched the text once more."""
+    assert not tok_train.main(
+        [f"--data-path={SET}", f"--output-dir={tmp_path}", "--vocab-size=300"]
+    )
+    assert not (tmp_path / "base/web").exists()
+    hub.seen.clear()
+    train(num_iterations=1)
+    assert not hub.asked("", "store")
+
+
+def test_a_search_says_what_it_may_fetch(hub, caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("nanochat"), "propagate", True)
+    train(num_iterations=1)
+    with caplog.at_level(logging.INFO):
+        inspect_data.main(["find", "run", "--text=a"])
+    assert "searching reads the text of 4 remote files, at most" in caplog.text
+
+
+def test_a_launch_names_the_folders_that_it_reads_together(hub, made):
+    """The folders of a data set may be samples of one another."""
+    first, second = (made.files[f"data/shard_{number}.parquet"] for number in (0, 1))
+    hub.commit("own/set", {**made.files, "sample/a.parquet": first, "sample/b.parquet": second})
+    outcome = train(num_iterations=1)
+    assert "from 2 folders together: data (" in outcome.out and "sample (1 file)" in outcome.out
+    assert "2 files reachable by several names" in outcome.err
+    assert "name the folder, or the files, that you want" in outcome.err
+
+
 def write_receipt(killed):
     """A receipt of the killed run, written without reading a file."""
     shutil.copytree(killed, run_dir())
@@ -354,6 +383,13 @@ def test_a_receipt_of_a_run_from_the_hub_hashes_nothing_and_holds_for_a_copy(hub
     (copy / "data/shard_0.parquet").write_bytes(made.files["data/shard_1.parquet"])
     assert verify.main([str(path), f"--data-path={copy}", "--steps=1"]) == 1
     assert not hub.asked("resolve"), capsys.readouterr()
+
+
+def test_a_receipt_names_the_data_set_and_its_commit(hub, made):
+    """Regression: whoever got a receipt had to guess which data it was of."""
+    path = write_receipt(made.killed)
+    assert f'"data": "hf://datasets/own/set@{made.commit}' in path.read_text()
+    assert verify.main([str(path), "--steps=1"]) == 0
 
 
 # ---- failures ------------------------------------------------------------------------------------

@@ -93,6 +93,15 @@ RECORDED = {
     "source": {"name": str},
     "shard": {**RECORD_SHAPE, "skipped": {"count": int, "lines": list}},
 }
+NOTHING: Record = {  # the shard of an input without documents for its split
+    "documents": 0,
+    "entries": 0,
+    "tokens": 0,
+    "skipped": {"count": 0, "lines": []},
+    "bin_bytes": 0,
+    "bin_hash": "",
+    "idx_hash": "",
+}
 
 
 # ---- writing a pair ------------------------------------------------------------------------------
@@ -480,16 +489,18 @@ class Pretokenizer:
     def finished(self, i: Input) -> Record | None:
         """The record of an input whose pair exists and is up to date, otherwise None.
 
-        The pair's bytes are not read.
+        The pair's bytes are not read. An input without documents for its split has no pair.
         """
         try:
             record = read_json(i.record(self.output), RECORDED)
-            pair = TokenFile(pair_paths(i.prefix(self.output))[0])
+            shard = record["shard"]
+            is_whole = True
+            if shard["entries"]:
+                pair = TokenFile(pair_paths(i.prefix(self.output))[0])
+                is_whole = (len(pair), pair.num_bytes) == (shard["entries"], shard["bin_bytes"])
         except (FileNotFoundError, ValueError):
             return None
-        shard = record["shard"]
         is_same = record["made_with"] == self.made_with and record["source"] == i.stamp()
-        is_whole = (len(pair), pair.num_bytes) == (shard["entries"], shard["bin_bytes"])
         skips_some = shard["skipped"]["count"] or shard["skipped"].get("nulls")
         is_refused = self.selection.strict and skips_some
         return record if is_same and is_whole and not is_refused else None
@@ -511,9 +522,20 @@ class Pretokenizer:
         if had_index:
             idx_path.unlink(missing_ok=True)
             bin_path.unlink(missing_ok=True)
+        selection = self.selection.for_split(i.split)
+        if selection.part and next(read_documents(i.path, selection), None) is None:
+            # with --val-fraction, a small file has documents for training only
+            shard = {**NOTHING, "input": {"name": i.name, "size": i.size}}
+            return self._store(i, i.stamp(), shard)
         tokenizer = _load_same(self.output / TOKENIZER, self.tokenizer["fingerprint"])
         with WRITERS[self.data_format](prefix, vocab_size=tokenizer.get_vocab_size()) as writer:
             return self._write(i, tokenizer, writer)
+
+    def _store(self, i: Input, source: Record, shard: Record) -> Record:
+        """Write the record of an input, and return it."""
+        record = {"made_with": self.made_with, "source": source, "shard": shard}
+        write_json(i.record(self.output), record, sort_keys=True)
+        return record
 
     def _write(self, i: Input, tokenizer: Tokenizer, writer: TokenWriter) -> Record:
         """Write the pair under temporary names, and its record."""
@@ -562,9 +584,7 @@ class Pretokenizer:
                 if groups != record_groups(None, documents):
                     shard["groups"] = groups
             shard["text_bytes"] = text_bytes
-        record = {"made_with": self.made_with, "source": source, "shard": shard}
-        write_json(i.record(self.output), record, sort_keys=True)
-        return record
+        return self._store(i, source, shard)
 
     def make_all(
         self, todo: Sequence[Input], *, num_workers: int
@@ -637,7 +657,7 @@ class Pretokenizer:
             if record is None:
                 unfinished.append(i)
                 incomplete.add(folder)
-            else:
+            elif record["shard"]["entries"]:
                 buckets.setdefault(folder, {})[i.stem] = record["shard"]
 
         arguments = asdict(self.windows) | self.selection.named()

@@ -151,6 +151,12 @@ class RunReader:
             return []
         return self.launches[0].started.get("typed") or []
 
+    @property
+    def last_config(self) -> dict[str, Any]:
+        """config.json with what the newest launch had changed, such as a longer curriculum."""
+        changed = (self.launches[-1].started.get("changed") or {}) if self.launches else {}
+        return {name: changed.get(name, value) for name, value in self.config.items()}
+
     @cached_property
     def manifests(self) -> dict[str, dict[str, Any]]:
         """{split: {bucket: manifest}} of the pinned files, empty if the run has pinned none."""

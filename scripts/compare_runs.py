@@ -686,7 +686,7 @@ def print_settings(a: Side, b: Side) -> None:
     """Print the settings of two runs that differ, and what --without-documents explains."""
     if a.run is None or b.run is None:
         return
-    differ = differing_settings([current(a.run.config), current(b.run.config)])
+    differ = differing_settings([current(a.run.last_config), current(b.run.last_config)])
     if not differ:
         return
     rows = [

@@ -431,7 +431,7 @@ def samples(run: Run) -> str:
 
 def settings(run: Run) -> str:
     """The settings of a run: first those that the command set, then the others."""
-    tables = setting_tables(run.config, run.typed)
+    tables = setting_tables(run.last_config, run.typed)
     content = table(("setting", "value", "default"), tables["set"])
     for name, title in (("worked out", "derived"), ("default", "at their defaults")):
         rest = table(("setting", "value"), tables[name])
@@ -484,7 +484,7 @@ def make_page(runs: Sequence[Run], *, refresh: bool = False) -> str:
     if stride > 1:
         thinned = f"Of every {stride} steps, the one with the highest loss is drawn."
     header = ("setting", *(run.name for run in runs))
-    differ = table(header, differing_settings([current(run.config) for run in runs]))
+    differ = table(header, differing_settings([current(run.last_config) for run in runs]))
     last_steps = [run.num_steps - 1 for run in runs if run.steps]
     parts = {
         "title": escape(few(run.name for run in runs)),

@@ -231,7 +231,7 @@ def settings_part(run: RunReader, stages: Sequence[Stage]) -> list[str]:
     """The commands, the settings, and the values that follow from them."""
     commands = [stage.command for stage in stages] or commands_of(run)
     times = [(stage.name, duration(stage.seconds), stage.runs, stage.failed) for stage in stages]
-    tables = setting_tables(run.config, run.typed)
+    tables = setting_tables(run.last_config, run.typed)
     return [
         "Commands:",
         "",

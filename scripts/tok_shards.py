@@ -210,6 +210,8 @@ def make_pairs(job: Pretokenizer, mine: Sequence[Input], num_workers: int) -> bo
             )
         if nulls := shard["skipped"].get("nulls"):
             print(f"{shard['input']['name']}: {counted(nulls, 'null')} skipped")
+        if not shard["entries"]:
+            print(f"{shard['input']['name']}: no document for one of the parts of --val-fraction")
         if shard["skipped"]["count"]:
             print(
                 f"{shard['input']['name']}: {counted(shard['skipped']['count'], 'broken line')} skipped"

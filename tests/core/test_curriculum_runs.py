@@ -7,6 +7,7 @@ from unittest import mock
 import pytest
 
 from nanochat.checkpoint import load_checkpoint
+from nanochat.run_reader import RunReader
 from nanochat.stream import ledger
 from tests import training
 from tests.training import checkpoints, digests, events, fingerprint, run_dir, steps
@@ -312,6 +313,9 @@ def test_a_fork_names_the_length_that_follows_from_its_curriculum_and_how_to_ext
     refuse(mix, f"count from token {2 * STEP:,}", "end at", num_iterations=5, **forked)
     succeed(mix_file([(3, {"code": 1})], name="longer.yaml"), **forked)
     assert max(steps("child")) == 4
+    # regression: compare_runs and the page showed the curriculum before it was extended
+    last = RunReader(run_dir("child")).last_config
+    assert last["curriculum"]["phases"][-1]["duration_tokens"] == 3 * STEP
 
 
 def test_a_budget_that_is_not_the_curriculums_is_refused_unless_allowed(workplace):

@@ -127,6 +127,21 @@ def test_inputs_without_any_text_fail(tmp_path, tokenizer, capsys):
     assert "failed: all 20 documents are empty; check --text-field" in capsys.readouterr().err
 
 
+def test_a_file_too_small_for_val_fraction_has_no_pair_for_validation(tmp_path, tokenizer, capsys):
+    """Regression: such a healthy file was an error, though a run on the text trains on it."""
+    for name, count in (("a", 17), ("b", 60)):
+        write_jsonl(tmp_path / "raw" / f"{name}.jsonl", some_texts(count))
+    out = tmp_path / "out"
+    assert run(tmp_path / "raw", out, tokenizer, "--val-fraction=0.05") == 0
+    assert "a.jsonl: no document for one of the parts" in capsys.readouterr().out
+    pairs = {path.relative_to(out).as_posix() for path in out.rglob("*.bin")}
+    assert pairs == {"train/data/a.bin", "train/data/b.bin", "val/data/b.bin"}
+    assert list(read_manifest(out / "val/data")["shards"]) == ["b"]
+    check_state(out)
+    assert run(tmp_path / "raw", out, tokenizer, "--val-fraction=0.05") == 0
+    assert "made in" not in capsys.readouterr().out, "what is finished is kept"
+
+
 def test_megatron_pairs_do_not_mix_with_shards(raw, tmp_path, tokenizer, capsys):
     out, megatron = tmp_path / "out", ("--format=megatron", "--max-length=0")
     assert run(raw, out, tokenizer, *megatron) == 0

@@ -26,6 +26,7 @@ import numpy as np
 import torch
 
 from nanochat import seen
+from nanochat.any_step import check_step, unsaved_step
 from nanochat.checkpoint import TIMED_KEPT
 from nanochat.cli import EXIT_FAILED, Parser, run_main, setup_logging, whole
 from nanochat.common import as_path, counted, local_copy, table
@@ -40,7 +41,7 @@ from nanochat.plan import (
     refusal,
     warnings,
 )
-from nanochat.run_dir import is_run_dir, run_path
+from nanochat.run_dir import find_run_at, is_run_dir, run_path
 from nanochat.run_order import order_of
 from nanochat.run_owner import check_free
 from nanochat.run_settings import build_model, describe_memory, device_memory, estimate_memory
@@ -104,6 +105,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.fork_from is not None and not args.model_tag:
         args.model_tag = f"fork-{os.getpid()}"  # nothing starts, so any free name will do
         default = " (to train it, name it with --model-tag)"
+    unsaved = unsaved_step(args.fork_from)
+    if unsaved is not None:
+        check_step(find_run_at(args.fork_from)[0], unsaved)
+        raise ValueError(
+            f"--fork-from={args.fork_from}: this step was not saved, so where its data stands is not known; "
+            f"make its checkpoint with python -m scripts.replay {args.fork_from}, or name a saved step"
+        )
     settings = from_flags(args)
     ok("flags")
     device = torch.device(settings.device_type or autodetect_device_type())

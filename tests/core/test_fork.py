@@ -50,6 +50,15 @@ def test_a_fork_that_changes_nothing_equals_its_parent_in_every_bit():
     assert "does not go on" not in outcome.out and "from its beginning" not in outcome.out
 
 
+@pytest.mark.parametrize(
+    "step, words", [(5, "scripts.replay parent@5"), (99, "has trained 8 steps")]
+)
+def test_validate_says_how_to_check_a_fork_from_a_step_that_was_not_saved(step, words):
+    """Regression: it said that there is no such checkpoint."""
+    with pytest.raises(ValueError, match=words):
+        validate.main([f"--fork-from=parent@{step}"])
+
+
 def test_its_config_records_the_parent_and_that_nothing_changes():
     fork()
     theirs = load_checkpoint(training.run_dir("parent") / "checkpoints" / f"checkpoint-{AT}")

@@ -1040,7 +1040,8 @@ def lineage(opened: Opened) -> Iterator[tuple[Opened, int]]:
                 "%s continues %s, whose steps are not searched: %s", run.name, run.fork.place, e
             )
             return
-        others = [name for name in training_files(parent) if name not in training_files(opened)]
+        own = training_files(opened)
+        others = [name for name in training_files(parent) if name not in own]
         if others:
             log.warning(
                 "%s continues %s, which read files that are searched only in %s: %s",

@@ -28,6 +28,7 @@ from nanochat.run_dir import (
     pack_cursors,
     read_cursors,
 )
+from nanochat.run_reader import RunReader
 from nanochat.sources import scan
 from nanochat.splits import split_train_val
 from nanochat.stream import Stream
@@ -470,7 +471,9 @@ def test_a_run_that_continues_the_data_of_another_counts_only_its_own_steps(kill
     assert "before this run began" in fates
 
 
-def test_a_document_is_found_in_the_rows_that_a_run_and_its_ancestors_trained_on(killed, caplog):
+def test_a_document_is_found_in_the_rows_that_a_run_and_its_ancestors_trained_on(
+    killed, caplog, monkeypatch
+):
     """Regression: the rows of a fork's parent, whose weights the fork continues, were left out."""
     table = killed.tables["text"]
     training.succeed(
@@ -488,6 +491,9 @@ def test_a_document_is_found_in_the_rows_that_a_run_and_its_ancestors_trained_on
     assert "ask text, whose step 3 it continues" in err
     run("rows", "child", f"--step={STEPS}")
     assert f"ended with step {STEPS - 1}; step {STEPS} would come after it" in caplog.text
+    monkeypatch.setattr(RunReader, "parent_dir", None)
+    run("find", "child", f"--document={document}")
+    assert "fork of text@15, which no longer exists: its steps are not searched" in caplog.text
 
 
 def test_of_many_documents_with_a_text_those_trained_on_are_shown(killed, monkeypatch):

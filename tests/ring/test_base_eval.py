@@ -167,10 +167,11 @@ def test_a_result_that_cannot_be_stored_is_printed_first(base, capsys, monkeypat
     monkeypatch.setattr(
         base_eval, "write_json", mock.Mock(side_effect=PermissionError(13, "Permission denied"))
     )
+    argv = ["run", "--device-type=cpu", "--eval=bpb", "--unigram-tokens=1"]
     with pytest.raises(
         OSError, match=r"eval.json: the result above could not be stored .*--json=FILE"
     ):
-        base_eval.main(["run", "--device-type=cpu", "--eval=bpb", f"--eval-tokens={EVAL_TOKENS}"])
+        base_eval.main([*argv, f"--eval-tokens={EVAL_TOKENS}"])
     assert "bits per byte" in capsys.readouterr().out
 
 

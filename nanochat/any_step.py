@@ -52,15 +52,20 @@ def unsaved_step(name: str | None) -> int | None:
     return None if step in saved else step
 
 
-def make_available(name: str | None, *, kept: bool = True) -> str | None:
+def make_available(
+    name: str | None, *, kept: bool = True, data_path: str | None = None
+) -> str | None:
     """The name of a checkpoint that exists: for RUN@STEP, the step is replayed by a process of its
     own if it was not saved. Without `kept`, the checkpoint is in a temporary folder, until this
-    process ends. ValueError if it cannot be replayed."""
+    process ends. `data_path`: where the run's data is now, if it was moved. ValueError if it cannot
+    be replayed."""
     step = unsaved_step(name)
     if name is None or step is None:
         return name
     check_step(find_run_at(name)[0], step)
     words = [name]
+    if data_path:
+        words.append(f"--data-path={data_path}")
     result = name
     if not kept:
         folder = Path(tempfile.mkdtemp(prefix="nanochat-replay-"))
@@ -90,6 +95,15 @@ def replay(words: Sequence[str], processes: int = 1) -> None:
     done = subprocess.run([*start, "scripts.replay", *words], env=environment)
     if done.returncode != 0:
         raise ValueError(f"{words[0]}: the replay failed; its error is above")
+
+
+def add_data_path(parser: argparse.ArgumentParser) -> None:
+    """Add the flag of commands that read the data of a run."""
+    parser.add_argument(
+        "--data-path",
+        metavar="DIR",
+        help="where the run's data is now (default: where its newest launch read it)",
+    )
 
 
 def add_no_keep(parser: argparse.ArgumentParser) -> None:

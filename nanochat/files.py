@@ -25,6 +25,7 @@ validation results.
 
 import errno
 import logging
+import mimetypes
 import os
 import re
 from collections import Counter, defaultdict
@@ -91,21 +92,8 @@ METADATA = frozenset(
         "generation_config.json",
     )
 )
-NEVER_DATA = (
-    ".md",
-    ".rst",
-    ".yaml",
-    ".yml",
-    ".toml",
-    ".py",
-    ".sh",
-    ".html",
-    ".pdf",
-    ".png",
-    ".jpg",
-    ".log",
-    ".lock",
-)
+KNOWN_KINDS = mimetypes.MimeTypes()  # Python's own table: no file of this machine is read
+NEVER_DATA = (".md", ".rst", ".yaml", ".yml", ".toml", ".log", ".lock")  # not in that table
 
 
 # ---- everything below a folder -------------------------------------------------------------------
@@ -384,7 +372,7 @@ def _list_folder(path: AnyPath, data_format: str, suffixes: Sequence[str]) -> Li
     entries = [entry for entry in walk(path) if entry.kind != "folder"]
     entries.sort(key=lambda entry: entry.path.relative_to(path).as_posix())
     shown = [entry for entry in entries if not is_hidden(entry.path.relative_to(path), data_format)]
-    _refuse_dangling(path, [entry.path for entry in shown if entry.kind == "dangling"])
+    _refuse_dangling(path, [entry.path for entry in shown if entry.kind == "dangling"], suffixes)
     files = [entry for entry in shown if entry.kind == "file"]
     data = [entry for entry in files if has_suffix(entry.path.name, suffixes)]
     ignored: dict[str, list[AnyPath]] = {}
@@ -433,9 +421,9 @@ def is_hidden(name: PurePath, data_format: str = "text") -> bool:
     return any(part.startswith("_") for part in parts)
 
 
-def _refuse_dangling(folder: AnyPath, links: Sequence[AnyPath]) -> None:
+def _refuse_dangling(folder: AnyPath, links: Sequence[AnyPath], suffixes: Sequence[str]) -> None:
     """FileNotFoundError for links to files or folders that do not exist and may have held data."""
-    missing = [link for link in links if not link.name.lower().endswith(NEVER_DATA)]
+    missing = [link for link in links if not _is_other_kind(link.name.lower(), suffixes)]
     if missing:
         raise FileNotFoundError(
             f"{folder}: {counted(len(missing), 'link')} below it to something that does not exist: "
@@ -443,6 +431,14 @@ def _refuse_dangling(folder: AnyPath, links: Sequence[AnyPath]) -> None:
             f"fetch the files (git annex get, dvc pull, or download the Hugging Face data set again), or delete the "
             f"links"
         )
+
+
+def _is_other_kind(name: str, suffixes: Sequence[str]) -> bool:
+    """Whether a name in lower case is that of a kind of file that is never data: a program, a
+    picture."""
+    if has_suffix(name, suffixes):
+        return False
+    return name.endswith(NEVER_DATA) or KNOWN_KINDS.guess_type(name)[0] is not None
 
 
 def _not_documents(files: Sequence[AnyPath]) -> dict[AnyPath, str]:

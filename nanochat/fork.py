@@ -35,7 +35,7 @@ from nanochat.checkpoint import (
     list_checkpoints,
     step_of,
 )
-from nanochat.common import Difference, differences, hash_json, print0
+from nanochat.common import AnyPath, Difference, as_path, differences, hash_json, print0
 from nanochat.config import OF_ONE_RUN, OF_ROWS, Settings, fields_of, flag, is_kept_by_forks
 from nanochat.files import data_at
 from nanochat.gpt import GPTConfig
@@ -275,6 +275,17 @@ def describe_fork(fork: Fork) -> str:
 # ---- files ---------------------------------------------------------------------------------------
 
 
+def _validation_of(parent: Parent, folder: AnyPath) -> dict[str, Manifest]:
+    """The parent's validation files; those below `folder`, if all were moved there. FileNotFoundError
+    or ValueError names a file that is gone or has changed."""
+    val = parent.manifests["val"]
+    entries = [(manifest, entry) for manifest in val.values() for entry in manifest["files"]]
+    here = [(as_path(manifest["root"]) / entry["name"]).exists() for manifest, entry in entries]
+    there = [(folder / entry["name"]).exists() for _, entry in entries]
+    is_moved = not any(here) and all(there)
+    return check_files({"train": {}, "val": val}, None, folder if is_moved else None)["val"]
+
+
 def files_of_fork(parent: Parent, settings: Settings) -> Manifests:
     """The manifests of a new fork.
 
@@ -297,7 +308,7 @@ def files_of_fork(parent: Parent, settings: Settings) -> Manifests:
         return same
     val: dict[str, Manifest] = {}
     if "val_path" not in fork.changes:
-        val = check_files({"train": {}, "val": parent.manifests["val"]})["val"]
+        val = _validation_of(parent, data_at(settings.data_path or "").folder)
     evaluated = []  # the files of validation, which are no training data
     if val and settings.val_fraction == 0:
         entries = [entry for manifest in val.values() for entry in manifest["files"]]

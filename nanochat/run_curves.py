@@ -181,13 +181,15 @@ def in_windows(counts: np.ndarray) -> np.ndarray:
 def planned_tokens(run: RunReader, buckets: Sequence[str], totals: np.ndarray) -> np.ndarray:
     """How many tokens of each bucket the phase of a step asks for: (steps, buckets) float64.
 
+    A mix is of rows, but only tokens with loss are logged, so each bucket's are scaled.
     `totals`: how many tokens each step trained on.
     """
     shares = np.zeros((len(run.phases), len(buckets)))
+    with_loss = run.shares_with_loss
     for phase, of_phase in zip(run.phases, shares):
         asked = phase["asked"]
-        tokens = [asked.get(bucket, 0) for bucket in buckets]
-        of_phase[:] = np.array(tokens) / max(1, sum(asked.values()))
+        tokens = [asked.get(bucket, 0) * with_loss.get(bucket, 1.0) for bucket in buckets]
+        of_phase[:] = np.array(tokens) / max(1, sum(tokens))
 
     begins = [phase["first_step"] for phase in run.phases]
     steps = [step["step"] for step in run.steps]

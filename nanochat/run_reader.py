@@ -189,11 +189,31 @@ class RunReader:
     @cached_property
     def phases(self) -> list[dict[str, Any]]:
         """The phases of the plan, empty without a plan."""
+        return self._plan.get("phases", [])
+
+    @property
+    def shares_with_loss(self) -> dict[str, float]:
+        """By the plan, the share of each bucket's tokens in rows that count toward the loss. The
+        others are padding, or the overlap that a long document's next row repeats."""
+        shares = {}
+        for bucket, planned in self._plan.get("buckets", {}).items():
+            account = planned["account"]
+            places = account["emitted"] + account["padded"]
+            shares[bucket] = (account["emitted"] - account["repeated"]) / max(1, places)
+        return shares
+
+    @cached_property
+    def _plan(self) -> dict[str, Any]:
+        """The plan, empty if there is none."""
         path = self.run_dir / PLAN_NAME
         shape = {"phases": [{"first_step": int, "asked": dict}]}
         if not path.is_file():
-            return []
-        return read_json(path, shape)["phases"]
+            return {}
+        plan = read_json(path, shape)
+        buckets = plan.get("buckets", {})  # not in plans of older code
+        account = {"emitted": int, "padded": int, "repeated": int}
+        check_shape(buckets, {name: {"account": account} for name in buckets}, path)
+        return plan
 
     # ---- the log ----
 

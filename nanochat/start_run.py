@@ -83,6 +83,7 @@ from nanochat.plan import print_passes, rehearse
 from nanochat.run_dir import (
     CONFIG_NAME,
     PLAN_NAME,
+    config_at,
     is_run_dir,
     keep_cursors,
     newest_events,
@@ -520,9 +521,13 @@ def open_run(
     run_dir: Path, data_path: str | None = None, val_path: str | None = None
 ) -> tuple[RunData, Any, Settings]:
     """(data, stream settings, resolved settings) of a run, from its directory alone. The files on
-    disk are compared with their pins first. `data_path`, `val_path`: where the files are now, if
-    they were moved. FileNotFoundError if the run has pinned no files."""
+    disk are compared with their pins first. `data_path`, `val_path`: where the files are now
+    (default: where the newest launch read them). FileNotFoundError if the run has pinned no
+    files."""
     settings = Settings.from_json(read_config(run_dir))
+    newest = config_at(run_dir, math.inf).get("data_path")
+    if newest != settings.data_path:
+        data_path = data_path or newest
     manifests = read_manifests(run_dir / DATA_MANIFEST)
     begin_launch(settings.data_cache)
     if not manifests:

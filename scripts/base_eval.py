@@ -270,7 +270,7 @@ def evaluate(
         scores = evaluate_tasks(args, model, tokenizer)
         result["core"] = core_eval.summary(scores)
     if "bpb" in args.eval or "sample" in args.eval:
-        opened = Opened(*open_run(run_dir))
+        opened = Opened(*open_run(run_dir, args.data_path))
         if "bpb" in args.eval:
             result |= bits_per_byte(args, model, run_dir, opened)
         if "sample" in args.eval and rank == 0:

@@ -139,7 +139,7 @@ def look(given: Settings, guard: Guard) -> tuple[Start, Tokenizer]:
     def replay_if_unsaved() -> None:
         if named == given.fork_from and not is_run_dir(guard.run_dir):
             check_fork(settings, guard.device)
-        make_available(named)
+        make_available(named, data_path=given.data_path)
 
     on_rank0(replay_if_unsaved)
     print0("start: reading the run directory and the data files")

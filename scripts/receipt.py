@@ -36,6 +36,7 @@ from typing import Any, NamedTuple
 
 from tqdm import tqdm
 
+from nanochat.any_step import add_data_path
 from nanochat.checkpoint import list_checkpoints, read_seal
 from nanochat.cli import Decides, Parser, run_main, setup_logging
 from nanochat.common import (
@@ -202,8 +203,11 @@ def seals_of(run: RunReader, steps: int) -> dict[str, str]:
     return seals
 
 
-def make_receipt(run: RunReader, steps: int | None = None) -> dict[str, Any]:
-    """The receipt of the first `steps` steps of a run (None: of all completed steps). ValueError or
+def make_receipt(
+    run: RunReader, steps: int | None = None, data_path: str | None = None
+) -> dict[str, Any]:
+    """The receipt of the first `steps` steps of a run (None: of all completed steps). `data_path`:
+    where its data is now. ValueError or
     FileNotFoundError if the log lacks a digest, or if a file of the data has changed or is
     missing."""
     steps, digests = run.num_steps if steps is None else steps, run.digests
@@ -214,7 +218,7 @@ def make_receipt(run: RunReader, steps: int | None = None) -> dict[str, Any]:
             f"{run.log_path}: it has no digest for step {missing or first}, but a receipt needs those "
             f"of all steps; resume the run, or restore the log"
         )
-    data, config, settings = open_run(run.run_dir)
+    data, config, settings = open_run(run.run_dir, data_path)
     marks, link = {}, ""
     for step in range(first, steps):
         link = next_link(link, digests[step])
@@ -459,10 +463,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--out", metavar="FILE", type=Path, help=f"file to write (default: RUN/{NAME})"
     )
+    add_data_path(parser)
     args = parser.parse_args(argv)
     setup_logging()
     run = RunReader(find_run(args.run))
-    receipt, out = make_receipt(run), args.out or run.run_dir / NAME
+    receipt, out = make_receipt(run, data_path=args.data_path), args.out or run.run_dir / NAME
     write_json(out, receipt)
     number = sum(len(bucket["files"]) for bucket in receipt["files"].values())
     print(

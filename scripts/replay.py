@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from nanochat.any_step import check_step
+from nanochat.any_step import add_data_path, check_step
 from nanochat.attention import activate_kernel
 from nanochat.checkpoint import (
     MODEL_CONFIG_NAME,
@@ -379,7 +379,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         metavar="A:B",
         help="compare every bit of the checkpoint of step B with a replay from that of step A (0: new weights)",
     )
-    parser.add_argument("--data-path", metavar="DIR", help="where the run's data is now")
+    add_data_path(parser)
     parser.add_argument(
         "--out",
         metavar="DIR",

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 
 import torch
 
-from nanochat.any_step import add_no_keep, make_available
+from nanochat.any_step import add_data_path, add_no_keep, make_available
 from nanochat.cli import Parser, run_main, setup_logging, whole
 from nanochat.common import visible
 from nanochat.dataloader import validation_prompts
@@ -44,6 +44,7 @@ def ask_for_model(parser: Parser) -> None:
         "good checkpoint; RUN@STEP, saved or not; or a checkpoint's folder (default: the only run)",
     )
     add_no_keep(parser)
+    add_data_path(parser)
     parser.add_argument(
         "--device-type", default="", help="cuda | mps | cpu (default: the best available)"
     )
@@ -57,7 +58,10 @@ def device_of(args: argparse.Namespace) -> Iterator[tuple[torch.device, torch.dt
     setup_logging()
     *_, device = compute_init(args.device_type or autodetect_device_type())
     try:
-        args.run = on_rank0(lambda: make_available(args.run, kept=not args.no_keep))
+        is_kept = not args.no_keep
+        args.run = on_rank0(
+            lambda: make_available(args.run, kept=is_kept, data_path=args.data_path)
+        )
         yield device, get_compute_dtype(device, args.dtype)
     finally:
         compute_cleanup()
@@ -114,7 +118,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         prompts = [tokenizer.encode(text, prepend=bos) for text in args.prompt or ()]
         if not prompts:
             try:
-                data, config, _ = open_run(meta["path"].absolute().parent.parent)
+                data, config, _ = open_run(meta["path"].absolute().parent.parent, args.data_path)
                 prompts = validation_prompts(data.val, tokenizer, config.T)
             except (ValueError, OSError) as e:
                 log.warning(

@@ -95,7 +95,10 @@ def test_kept_elsewhere_it_changes_nothing_in_the_run(tmp_path):
 
 
 def test_a_fork_from_a_step_that_was_not_saved_equals_its_parent():
-    outcome = training.succeed(fork_from="run@5", model_tag="child")
+    """Also if the data was moved: the replay was not told where it is."""
+    data = training.run_dir().parents[1] / "data"
+    moved = data.rename(data.with_name("moved"))
+    outcome = training.succeed(fork_from="run@5", model_tag="child", data_path=moved)
     assert "replay: 1 step" in outcome.out or checkpoint(5).exists()
     assert training.digests("child", 5) == training.digests()[5:]
     assert training.losses("child") == training.losses()[5:]

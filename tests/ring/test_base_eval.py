@@ -73,7 +73,7 @@ def test_a_replay_that_is_not_kept_is_named_by_its_step(base, run, tmp_path, cap
     replayed = shutil.copytree(run, tmp_path / "run")
     path = tmp_path / "eval.json"
     argv = ["run@5", "--no-keep", "--device-type=cpu", "--eval=bpb", f"--json={path}"]
-    with mock.patch.object(sample, "make_available", lambda name, kept: str(replayed)):
+    with mock.patch.object(sample, "make_available", lambda name, **_: str(replayed)):
         assert base_eval.main([*argv, "--unigram-tokens=1", "--eval-tokens=64"]) == 0
     assert json.loads(path.read_text())["checkpoint"] == "run@5"
     assert "run@5, step " in capsys.readouterr().out
@@ -156,7 +156,7 @@ def test_sample_continues_each_given_prompt(base, capsys, monkeypatch):
     texts = [text.strip("\n")[:3] for text in capsys.readouterr().out.split("-" * 80)[1:]]
     assert texts == ["Wat", "Wat", "Air", "Air"]
     monkeypatch.setattr(
-        sample, "open_run", lambda path: (_ for _ in ()).throw(FileNotFoundError("no data"))
+        sample, "open_run", lambda *_: (_ for _ in ()).throw(FileNotFoundError("no data"))
     )
     assert sample.main(["run", "--device-type=cpu", "--max-tokens=4"]) == 0
     assert capsys.readouterr().out.count("-" * 80) == 1

@@ -33,7 +33,7 @@ from nanochat.sources import scan
 from nanochat.splits import split_train_val
 from nanochat.stream import Stream
 from nanochat.tokenizer import RustBPETokenizer
-from scripts import inspect_data, sample
+from scripts import base_eval, inspect_data, receipt, sample
 from tests import training
 from tests.finished import command
 from tests.toy import some_texts, write_parquet
@@ -273,6 +273,18 @@ def test_a_run_whose_data_was_moved_is_read_where_data_path_says(run_dir):
         in command(inspect_data.main, "rows", run_dir, "--step=3").err
     )
     assert run("rows", run_dir, "--step=3", f"--data-path={moved}") == before
+    words = [str(run_dir), "--device-type=cpu", "--eval=bpb", "--eval-tokens=64"]
+    argv = [*words, "--unigram-tokens=1"]
+    assert "--data-path" in command(base_eval.main, *argv).err
+    assert command(base_eval.main, *argv, f"--data-path={moved}").code == 0
+    assert command(receipt.main, str(run_dir), f"--data-path={moved}").code == 0
+
+
+def test_after_a_launch_that_named_the_moved_data_no_command_needs_to_name_it(run_dir):
+    before = run("rows", run_dir, "--step=3")
+    data = run_dir.parents[1] / "data"
+    training.succeed(data_path=data.rename(data.with_name("moved")), num_iterations=9)
+    assert run("rows", run_dir, "--step=3") == before
 
 
 def test_a_run_takes_no_other_flags_of_training(run_dir):

@@ -203,6 +203,20 @@ def test_the_planned_mix_goes_through_the_window_of_the_trained_one(runs, tmp_pa
     assert (planned[19], planned[29], planned[39]) == (0.75, 0.5, 0.25)
 
 
+def test_the_planned_mix_counts_only_tokens_with_loss_as_the_trained_one_does(runs, tmp_path):
+    """Regression: half of the tokens of a bucket of books may repeat context, and then the lines
+    never met."""
+    run = tmp_path / "books"
+    shutil.copytree(runs[0], run)
+    plan = read_json(run / "plan.json")
+    account = {"emitted": 100, "padded": 0, "repeated": 0}
+    plan["buckets"] = {"web": {"account": account}, EVIL: {"account": account | {"repeated": 50}}}
+    write_json(run / "plan.json", plan)
+    _, data = write([run], tmp_path / "page.html")
+    planned = curves(data["runs"][0])["mix-0", "web, planned"]
+    assert planned[19] == pytest.approx(3 / 3.5) and planned[39] == pytest.approx(1 / 2.5)
+
+
 def lines_of_history(text):
     """The rows of the history on a page."""
     part = text.partition("<h2>History</h2>")[2].partition("<h2>")[0]

@@ -481,14 +481,15 @@ def merged(effects: Sequence[Effect]) -> Effect:
 def latest_sign(effects: Sequence[Effect]) -> tuple[float, int]:
     """(step, stage) at which a difference must have appeared."""
     latest: list[tuple[float, int]] = [(math.inf, 0)]
-    for effect in effects:
-        if effect.stage is Stage.ROWS:
-            at: tuple[float, int] = (effect.step, Stage.ROWS)
-        else:
-            at = (effect.step + 1, Stage.LOSS)
-        if not effect.may_be_later:
-            latest.append(at)
+    latest += [shows_at(effect) for effect in effects if not effect.may_be_later]
     return min(latest)
+
+
+def shows_at(effect: Effect) -> tuple[float, int]:
+    """(step, stage) at which a change shows at the latest if it acts at its place."""
+    if effect.stage is Stage.ROWS:
+        return (effect.step, Stage.ROWS)
+    return (effect.step + 1, Stage.LOSS)
 
 
 def verdict(parts: Sequence[Part], parting: Parting, last: int) -> str:
@@ -512,7 +513,9 @@ def verdict(parts: Sequence[Part], parting: Parting, last: int) -> str:
         return f"unexpected: {sign.text} differs, but {change}, which is later"
     if at > latest:
         return f"unexpected: {change}, but they are equal until {sign.text}"
-    return f"as expected: {sign.text} is the first difference: {change}"
+    # of several changes, the one that shows there, although others might act before
+    cause = merged([effect for effect in effects if shows_at(effect) == at] or effects)
+    return f"as expected: {sign.text} is the first difference: {effect_text(cause)}"
 
 
 def history_text(rest: Sequence[Stretch], common: Stretch) -> str:
@@ -614,13 +617,17 @@ def differing_versions(a: RunReader, b: RunReader) -> list[tuple[str, str, str]]
 # ---- the command --------------------------------------------------------------------------------
 
 
-def curve(log: Series, name: str) -> dict[int, float]:
+def curve(side: Side, name: str) -> dict[int, float]:
     """{tokens trained on: value} of the smoothed loss ("loss") or of validation results ("bpb")."""
+    log = side.log
     values = log.get(name, {})
     if name == "loss":  # the loss of step s is known after s + 1 steps
         smoothed = log.get(SMOOTH, values)
         values = {step + 1: value for step, value in smoothed.items()}
     tokens = {0: 0}
+    fork = side.run.fork if side.run else None
+    if fork is not None:  # its log begins with the step after these
+        tokens[fork.step] = fork.tokens
     for step, count in log.get("tokens", {}).items():
         tokens[step + 1] = count
     points = {}
@@ -640,7 +647,7 @@ def interpolate(points: dict[int, float], at: int) -> float | None:
     return float(np.interp(at, [*points], values))
 
 
-def same_tokens(a: Series, b: Series) -> list[list[Any]]:
+def same_tokens(a: Side, b: Side) -> list[list[Any]]:
     """The two runs' losses at equal numbers of tokens, as rows.
 
     Rows (tokens, loss of a and b, bits per byte of a and b) at the numbers of tokens at which
@@ -747,7 +754,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     print_settings(a, b)
     if not equal:
         print_versions(a, b, parts)
-        rows = same_tokens(a.log, b.log)
+        rows = same_tokens(a, b)
         header = ("tokens", "loss a", "loss b", "bits per byte a", "bits per byte b")
         if rows:
             print("", *table(header, rows), sep="\n")

@@ -6,6 +6,7 @@ import json
 import math
 import re
 import shutil
+from types import SimpleNamespace
 from unittest import mock
 
 import numpy as np
@@ -17,6 +18,7 @@ from hypothesis import strategies as st
 from nanochat.checkpoint import MODEL_NAME, OPTIMIZER_NAME, load_checkpoint
 from nanochat.common import read_json, write_json
 from nanochat.run_dir import cursor_files
+from nanochat.run_history import Effect, Stage
 from nanochat.run_reader import differing_settings
 from scripts import average, compare_runs, tok_shards
 from tests import training
@@ -119,6 +121,14 @@ def test_equal_runs_list_what_is_equal(base):
         assert line in rest
     assert [line.split()[0] for line in rest.splitlines() if '"again"' in line] == ["model_tag"]
     assert "bits per byte" not in rest
+
+
+def test_the_evaluation_with_which_a_fork_begins_is_at_the_tokens_of_its_parent():
+    """Regression: there was a dash in its row."""
+    run = SimpleNamespace(fork=SimpleNamespace(step=4, tokens=100))
+    log = {"bpb": {4: 2.5, 5: 2.0}, "tokens": {4: 125}}
+    side = compare_runs.Side("b", run, {}, log, "")
+    assert compare_runs.curve(side, "bpb") == {100: 2.5, 125: 2.0}
 
 
 def test_another_device_batch_size_has_the_same_data_and_other_losses(base):
@@ -317,6 +327,19 @@ def test_a_fork_that_has_trained_parts_from_its_parent_where_it_must(base, chang
     with mock.patch.object(training, "flags", lambda **named: training.as_flags(named)):
         training.succeed(**words)
     assert parting("a", tag)[3].startswith(expected)
+
+
+def test_of_several_changes_the_one_that_shows_first_is_named(monkeypatch):
+    """Regression: a curriculum that is only longer was named for what its length changes."""
+    effects = [
+        Effect(4, Stage.ROWS, ["curriculum"], may_be_later=True),
+        Effect(4, Stage.UPDATE, ["num_iterations"]),
+    ]
+    sign = compare_runs.Sign(5, Stage.LOSS, "the loss of step 5")
+    monkeypatch.setattr(compare_runs, "effects_of", lambda *_: effects)
+    monkeypatch.setattr(compare_runs, "first_sign", lambda _: sign)
+    common = SimpleNamespace(step=4)
+    assert "num_iterations acts on the update of step 4" in compare_runs.verdict([], common, 9)
 
 
 def test_another_horizon_acts_at_the_first_step_with_other_rates(family):

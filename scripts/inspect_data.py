@@ -798,7 +798,7 @@ def named_documents(ancestry: Ancestry, args: argparse.Namespace) -> list[Traced
         first = "first " if is_cut else ""
         end = "; the search stopped there" if is_cut else ""
         print(
-            f"{visible(args.text)!r}: {ancestry.who()} trained on {len(used)} of the {first}"
+            f"{visible(args.text)!r}: {ancestry.who()} trained on parts of {len(used)} of the {first}"
             f"{counted(len(found), 'document')} containing it{end}"
         )
     return found[:DOCUMENTS]
@@ -929,10 +929,10 @@ def print_passes(opened: Opened, passes: list[dict[str, Any]], *, with_text: boo
     if lines:
         print(*table(columns, lines), sep="\n")
     others = len(uses) - len(with_it)
-    if with_text and others:
-        also = "also " if with_it else ""
-        which = "are not listed" if with_it else "are listed; none has all of it"
-        print(f"{counted(others, 'row')} {also}used other parts of the document, and {which}")
+    if with_it and others:
+        print(f"not listed: {counted(others, 'row')} with other parts of the document")
+    elif with_text and others:
+        print("no row has all of the text: these have other parts of the document")
     for ending, same in groupby(passes, key=lambda of_epoch: of_epoch["fate"]):
         if ending:
             print(f"{epochs_text([*same])}: {ending}")

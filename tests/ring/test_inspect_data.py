@@ -527,14 +527,14 @@ def test_of_many_documents_with_a_text_those_trained_on_are_shown(killed, monkey
     assert len(shown) == 2 and shown[0] == (late, True) and not shown[1][1]
     monkeypatch.setattr(inspect_data, "DOCUMENTS", 1)
     out = run("find", "text", "--text=e")
-    assert "trained on 1 of the first " in out and "the search stopped there" in out
+    assert "trained on parts of 1 of the first " in out and "the search stopped there" in out
 
 
 def test_a_text_lists_its_documents_and_marks_the_rows_that_hold_it(killed):
     text = [*opened("text")[0].data.train["code"].texts(0)][3]
     out = run("find", "text", f"--text={text}")
     assert re.search(
-        "the run trained on [1-9][0-9]* of the [1-9][0-9]* documents? containing it", out
+        "the run trained on parts of [1-9][0-9]* of the [1-9][0-9]* documents? containing it", out
     )
     assert (
         "code/0.parquet:3 (code)" in out

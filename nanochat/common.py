@@ -235,6 +235,10 @@ class Remote(PurePosixPath):
         """The path that stays the same when a name moves, as a branch does; else itself."""
         return self
 
+    def remember(self, root: str) -> None:
+        """For the rest of this launch, take the state that this path's name stands for from `root`, a
+        run's pinned `resolve`, instead of asking for it."""
+
     def as_pinned(self, root: str) -> "Remote":
         """Itself, or `root`, a run's pinned `resolve`, if it is a state of the same folder."""
         return self

@@ -227,8 +227,7 @@ def data_at(path: AnyPath | str) -> DataPath:
     commas, or remote text files, separated by commas or listed in a text file. FileNotFoundError or
     ValueError for a list of which some files do not exist."""
     place = as_path(path)
-    parts = str(path).split(",")
-    listed = _listed_in(place) or parts
+    listed = paths_in(path)
     is_list_of_objects = len(listed) > 1 and all(map(storage_of, listed))
     if is_list_of_objects and all(map(text_suffix, listed)):
         return _listed_files(str(path), listed)
@@ -243,6 +242,11 @@ def data_at(path: AnyPath | str) -> DataPath:
     if not files:
         return DataPath(str(place), place)
     return DataPath(str(path), _common_folder(files), tuple(files), are_prefixes=True)
+
+
+def paths_in(path: AnyPath | str) -> list[str]:
+    """The paths that a --data-path lists: in a text file, or with commas between them."""
+    return _listed_in(as_path(path)) or str(path).split(",")
 
 
 def _common_folder(files: Sequence[AnyPath]) -> AnyPath:

@@ -49,10 +49,12 @@ from nanochat.checkpoint import (
 from nanochat.cli import EXIT_HALTED
 from nanochat.common import (
     AnyPath,
+    Remote,
     as_path,
     begin_launch,
     check_stop,
     get_base_dir,
+    is_remote,
     open_door,
     print0,
     write_json,
@@ -68,7 +70,7 @@ from nanochat.dist import (
     other_processors,
     versions,
 )
-from nanochat.files import data_at, default_data_path
+from nanochat.files import data_at, default_data_path, paths_in
 from nanochat.fork import (
     Parent,
     branch_off,
@@ -84,6 +86,7 @@ from nanochat.run_dir import (
     CONFIG_NAME,
     PLAN_NAME,
     config_at,
+    find_run_at,
     is_run_dir,
     keep_cursors,
     newest_events,
@@ -213,6 +216,10 @@ def command(settings: Settings, world_size: int, device_type: str) -> tuple[Sett
     """(settings, tokenizer): the settings of a command line, completed with those that follow from
     this machine. ValueError and FileNotFoundError for settings that cannot work here."""
     begin_launch(settings.data_cache)
+    # on another machine than rank 0's, the run may not exist; rank 0 reports what is wrong with it
+    with contextlib.suppress(OSError, ValueError):
+        if (of_run := _run_that_pins(settings)) is not None:
+            remember_pins(of_run)
     data_path = os.path.expanduser(as_path(settings.data_path or default_data_path()))
     tokenizer = find_tokenizer(settings, data_path)
     if settings.data_format == "text" or settings.core_metric_every > 0:
@@ -247,6 +254,31 @@ def command(settings: Settings, world_size: int, device_type: str) -> tuple[Sett
         device_type=device_type,
         cpu_threads=torch.get_num_threads() if device_type == "cpu" else None,
     ), tokenizer
+
+
+def _run_that_pins(settings: Settings) -> Path | None:
+    """The run whose files a command reads: its own, or before that has pinned any, the one that
+    --fork-from names. None for a new run."""
+    own = run_path(settings.tag)
+    if settings.resume != "scratch" and (own / DATA_MANIFEST).exists():
+        return own
+    return find_run_at(settings.fork_from)[0] if settings.fork_from else None
+
+
+def remember_pins(run_dir: Path) -> None:
+    """Take the names that a run gave its remote data for the states that it pinned, for the rest of
+    this launch. A resume or fork then neither reads a newer state, nor asks which one is the newest.
+    Raises the errors of `read_manifests` and `config_at`."""
+    named: dict[str, Any] = {}
+    for split, buckets in read_manifests(run_dir / DATA_MANIFEST).items():
+        for root in {manifest["root"] for manifest in buckets.values()}:
+            if not is_remote(root):
+                continue
+            named = named or config_at(run_dir, math.inf)
+            val_path = named.get("val_path") if split == "val" else None
+            for path in map(as_path, paths_in(val_path or named["data_path"])):
+                if isinstance(path, Remote):
+                    path.remember(root)
 
 
 def find_tokenizer(settings: Settings, data_path: str) -> Tokenizer:
@@ -450,6 +482,8 @@ def find_data(start: Start, tokenizer: Tokenizer, rank: int = 0) -> Run:
 
     def pinned() -> Manifests:
         """The manifests of a new run, or those of an existing run after a check of its files."""
+        if start.parent is not None or start.config:
+            remember_pins(start.parent.run_dir if start.parent else start.run_dir)
         if not start.config or not (manifests := read_manifests(start.run_dir / DATA_MANIFEST)):
             if start.parent is None:
                 return order_of(settings).pin(settings)
@@ -530,6 +564,7 @@ def open_run(
         data_path = data_path or newest
     manifests = read_manifests(run_dir / DATA_MANIFEST)
     begin_launch(settings.data_cache)
+    remember_pins(run_dir)
     if not manifests:
         raise FileNotFoundError(
             f"{run_dir / DATA_MANIFEST}: missing, so this run has read no data; start it first"

@@ -9,10 +9,10 @@
       /datasets/OWNER/NAME/resolve/COMMIT/data/a.parquet  -> a redirect to the server that has the bytes
 
 **Pins.** A run stores the commit (`HubPath.resolve` names it in the root of the manifest) and each
-file's SHA-256, which is the id of a large file in Git LFS. A resume asks for that commit even if
-the branch has moved on (`HubPath.as_pinned`), and reads no file to know that it has not changed. A
-revision that is named by a commit stays what it is, and is not asked for; its list of files stays
-on disk beside the ranges that were read, so a run can show its rows while the Hub is away.
+file's SHA-256, which is the id of a large file in Git LFS. A resume or a fork does not ask what the
+branch is now: it takes the revision that the run named for the run's commit (`HubPath.remember`),
+and reads no file to know that it has not changed. A commit's list of files stays on disk beside the
+ranges that were read, so a run can resume, and show its rows, while the Hub is away.
 
 **Token.** HF_TOKEN is sent to the Hub, or to HF_ENDPOINT if it is set, and to no other server: not
 to the one to which a file's address redirects.
@@ -304,6 +304,13 @@ class HubPath(RangePath):
         """The path that names the commit."""
         place = Place.of(str(self))
         return HubPath(str(place._replace(revision=find_commit(place))))
+
+    def remember(self, root: str) -> None:
+        """Take this path's revision for the commit that `root` names, if it is of the same data set."""
+        own = Place.of(str(self))
+        match = PATH.fullmatch(root)
+        if match is not None and match[1] == own.repo:
+            _commits[own.repo, own.revision] = Place.of(root).revision
 
     def as_pinned(self, root: str) -> RangePath:
         """`root` if it is this folder at a commit, and this path names no other commit."""

@@ -137,6 +137,49 @@ def test_a_killed_run_ends_with_the_weights_of_a_downloaded_copy(hub, made, mean
     assert len(training.events("started")) == 2
 
 
+def fail(hub):
+    """Answer nothing but errors from now on."""
+    hub.faults.append(Fault(status=503, times=999))
+
+
+def continue_killed(hub, made, **changed):
+    """Resume a copy of the killed run, or fork it, while the Hub answers nothing but errors."""
+    folder = run_dir("killed" if "fork_from" in changed else "run")
+    shutil.copytree(made.killed, folder)
+    cache = folder.parents[1] / "data_cache"
+    shutil.copytree(made.killed.parents[1] / "data_cache", cache)
+    fail(hub)
+    hub.seen.clear()
+    return train(**changed)
+
+
+def test_a_resume_asks_the_hub_nothing(hub, made):
+    """Regression: it asked for the newest commit of the branch, which it does not read."""
+    continue_killed(hub, made)
+    assert training.digests() == made.digests and not hub.seen
+
+
+@pytest.mark.parametrize("path", [SET, f"{SET}@main"])
+def test_a_fork_reads_the_commit_of_its_parent_and_asks_the_hub_nothing(hub, made, path):
+    hub.commit("own/set", newer(made.files))
+    continue_killed(hub, made, path=path, fork_from="killed@2")
+    assert training.digests(first=2) == made.digests[2:] and not hub.seen
+
+
+def test_a_resume_with_prepared_parts_asks_the_hub_nothing(hub):
+    train(val_fraction=0.3)
+    fail(hub)
+    hub.seen.clear()
+    assert "at step 2" in train(val_fraction=0.3, resume="run@2").out and not hub.seen
+
+
+def test_a_new_run_reads_the_newest_commit(hub, made):
+    train(num_iterations=1)
+    newest = hub.commit("own/set", newer(made.files))
+    train(num_iterations=1, resume="scratch", force=True)
+    assert newest in read_json(run_dir() / "data_manifest.json")["train"]["data"]["root"]
+
+
 def test_a_run_moves_between_the_hub_and_a_copy(hub, made):
     shutil.copytree(made.killed, run_dir())
     train(write_copy(made, run_dir().parents[1] / "copy"))

@@ -30,7 +30,7 @@ import os
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePath
 from typing import NamedTuple
 
@@ -220,6 +220,22 @@ class DataPath:
     def has_folder(self, name: str) -> bool:
         """Whether it is a folder with a subfolder of this name."""
         return not self.files and is_folder(self.folder / name)
+
+    def at_commit(self) -> "DataPath":
+        """The same data at the commit that its branch names now, if it is on the Hub, so that other
+        processes read no other commit; else itself."""
+        if not isinstance(self.folder, Remote):
+            return self
+        root = self.folder.resolve()
+        files = tuple(root / file.relative_to(self.folder) for file in self.files)
+        return replace(self, folder=root, files=files)
+
+    @property
+    def on_hub(self) -> str:
+        """Its folder, which names the data set and with `at_commit` its commit, if it is on the Hub;
+        else ""."""
+        root = str(self.folder)
+        return root if root.startswith("hf://") else ""
 
 
 def data_at(path: AnyPath | str) -> DataPath:

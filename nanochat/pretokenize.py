@@ -467,17 +467,21 @@ class Pretokenizer:
     tokenizer: dict[str, Any]
     data_format: str = "shards"
     selection: Selection = ALL
+    on_hub: str = ""  # the folder of the inputs at a commit, if it is on the Hub
 
     @property
     def made_with(self) -> Record:
         """The arguments that all pairs share.
 
-        Format and selection are listed if they differ from the defaults.
+        Format and selection are listed if they differ from the defaults, and the folder of the inputs
+        if it is on the Hub: a branch moves on, and pairs of two commits must not mix.
         """
         made_with = asdict(self.windows)
         made_with["tokenizer"] = self.tokenizer["fingerprint"]
         if self.data_format != "shards":
             made_with["data_format"] = self.data_format
+        if self.on_hub:
+            made_with["input_dir"] = self.on_hub
         return made_with | self.selection.named()
 
     def prepare(self) -> None:
@@ -622,17 +626,21 @@ class Pretokenizer:
         planned = {i.record(self.output) for i in self.inputs}
         for path in sorted(self.output.glob(f"*/*/{RECORDS}/*.json")):
             pair = f"{path.parents[1] / path.stem}.bin"
+            old = new = self.made_with
+            with contextlib.suppress(ValueError):  # the pair of a corrupt record is made again
+                old = read_json(path, RECORDED)["made_with"]
+            was = old.get("input_dir", "")
+            if was and self.on_hub not in ("", was):
+                raise ValueError(
+                    f"{pair}: made from {was}, but --input-dir is now {self.on_hub}; name "
+                    f"--input-dir={was}, or for the newer data, another --output-dir"
+                )
             if path not in planned:
                 raise ValueError(
                     f"{pair}: the input that it was made from is no longer in --input-dir, or now belongs "
                     f"to another pair; restore the input, or name another --output-dir, or delete this "
                     f"pair and {path}"
                 )
-            try:
-                old = read_json(path, RECORDED)["made_with"]
-            except ValueError:  # its pair is made again
-                continue
-            new = self.made_with
             differ = [
                 f"{key} {'default' if was is None else was} (now {'default' if now is None else now})"
                 for key, was, now in differences(old, new)
@@ -665,7 +673,11 @@ class Pretokenizer:
         for folder, shards in buckets.items():
             if folder not in incomplete:
                 manifest = new_manifest(
-                    self.tokenizer, arguments, shards, data_format=self.data_format
+                    self.tokenizer,
+                    arguments,
+                    shards,
+                    data_format=self.data_format,
+                    input_dir=self.on_hub,
                 )
                 write_json(folder / MANIFEST_NAME, manifest, sort_keys=True)
         self.clean_up()

@@ -593,14 +593,18 @@ def new_manifest(
     shards: Mapping[str, Any],
     *,
     data_format: str = "shards",
+    input_dir: str = "",
 ) -> dict[str, Any]:
     """The manifest of a folder of pairs.
 
-    It names `data_format` unless that is "shards". `shards` maps each pair's name without extension
+    It names `data_format` unless that is "shards", and `input_dir`, the data set on the Hub and its
+    commit that the pairs were made from, if that is known. `shards` maps each pair's name without extension
     to a record of RECORD_SHAPE, plus "groups" (entries in each) if they differ from the default of
     `record_groups`.
     """
     named = {} if data_format == "shards" else {"data_format": data_format}
+    if input_dir:
+        named["input_dir"] = input_dir
     return {
         "format": MANIFEST_FORMAT,
         "version": MANIFEST_VERSION,

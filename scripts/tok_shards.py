@@ -14,6 +14,9 @@ The same command resumes after a crash, Ctrl-C or a failure, and converts change
 several machines, run it with --task-index i --num-tasks n on each one, then once with --finish
 (dev/slurm has templates). Exit code: 0; 1 if an input failed or is missing; 130 after Ctrl-C or
 SIGTERM.
+
+Data on the Hub is read at one commit, which the manifests name. If the branch has moved on, the
+same command is refused: name the commit, or another folder.
 """
 
 import argparse
@@ -27,7 +30,7 @@ from tqdm import tqdm
 
 from nanochat.cli import Parser, run_main, sigterm_interrupts, whole
 from nanochat.common import AnyPath, as_local_path, as_path, counted
-from nanochat.files import data_at
+from nanochat.files import DataPath, data_at
 from nanochat.pretokenize import TOKENIZER, Input, Pretokenizer, Windows, describe_tokenizer
 from nanochat.splits import find_splits, last_of, split_train_val
 from nanochat.text import SUFFIXES, Selection, add_text_flags, text_suffix
@@ -120,14 +123,13 @@ def check_args(args: argparse.Namespace) -> Windows:
     )
 
 
-def find_inputs(raw: Path, *, shared: bool = False) -> list[Input]:
+def find_inputs(data: DataPath, *, shared: bool = False) -> list[Input]:
     """All inputs, ordered by split, bucket and name. RAW/train/BUCKET and RAW/val/BUCKET keep their
     splits. Otherwise the last of several files in RAW/BUCKET is for validation, or with `shared`
     (--val-fraction) both splits read every file. FileNotFoundError if there is no input, ValueError
     for ambiguous ones."""
-    data = data_at(raw)
     if not data.files and not data.folder.exists():
-        raise FileNotFoundError(f"--input-dir {raw}: no such folder")
+        raise FileNotFoundError(f"--input-dir {data}: no such folder")
     splits: dict[str, dict[str, list[AnyPath]]] = {"train": {}, "val": {}}
     if shared:
         splits = split_train_val(data, by_bucket=True, shared=True)
@@ -135,7 +137,7 @@ def find_inputs(raw: Path, *, shared: bool = False) -> list[Input]:
         found = find_splits(data, by_bucket=True)
         if found.stray:
             raise ValueError(
-                f"--input-dir {raw}: {found.stray[0].relative_to(data.folder)} is in neither train/ nor val/; "
+                f"--input-dir {data}: {found.stray[0].relative_to(data.folder)} is in neither train/ nor val/; "
                 f"move it into one of them"
             )
         splits = {"train": found.train, "val": found.val}
@@ -249,7 +251,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parse_args(argv)
     windows = check_args(args)
     selection = Selection.of(vars(args))
-    inputs = find_inputs(args.input_dir, shared=selection.val_fraction > 0)
+    data = data_at(args.input_dir).at_commit()
+    inputs = find_inputs(data, shared=selection.val_fraction > 0)
+    if data.on_hub:
+        print(f"data: {data.on_hub}")
     tokenizer = get_tokenizer(args.tokenizer, eod_token=args.eod_token, data_path=args.input_dir)
     tokenizer.encode("")  # raises if the tokenizer has only ids and no text
     job = Pretokenizer(
@@ -259,6 +264,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         describe_tokenizer(tokenizer),
         OUTPUTS[args.format],
         selection,
+        data.on_hub,
     )
     job.refuse_others()
     if args.finish:

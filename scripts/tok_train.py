@@ -218,7 +218,7 @@ def main(argv: list[str] | None = None) -> int:
         "vocab_size": args.vocab_size,
     }
     arguments |= Selection.of(vars(args)).named()
-    data = data_at(data_path)
+    data = data_at(data_path).at_commit()
     folder = data.folder
     val_data = None if args.val_path is None else data_at(args.val_path)
     splits = split_train_val(data, val_data, shared=args.val_fraction > 0)
@@ -230,7 +230,7 @@ def main(argv: list[str] | None = None) -> int:
     if tokenizer is not None:
         print(f"{output_dir}: reused, already trained with these arguments on these files")
     else:
-        print(f"training a tokenizer of {args.vocab_size:,} tokens on {data_path}")
+        print(f"training a tokenizer of {args.vocab_size:,} tokens on {data.on_hub or data_path}")
         val = [
             DataFile(
                 path.relative_to(folder).as_posix() if path.is_relative_to(folder) else path.name,

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from nanochat import pretokenize as module
 from nanochat.common import remove_leftovers
+from nanochat.files import data_at
 from nanochat.pretokenize import Input, Pretokenizer, ShardWriter, Windows, describe_tokenizer
 from nanochat.sources import scan
 from nanochat.text_kinds import read_documents
@@ -276,7 +277,7 @@ def touch(root, names):
 )
 def test_each_folder_is_a_bucket_and_its_last_file_validates(tmp_path, names, pairs, short, capsys):
     assert {
-        i.prefix(Path()).as_posix(): i.name for i in find_inputs(touch(tmp_path, names))
+        i.prefix(Path()).as_posix(): i.name for i in find_inputs(data_at(touch(tmp_path, names)))
     } == pairs
     assert [line.split(":")[0] for line in capsys.readouterr().out.splitlines()] == short
 
@@ -299,7 +300,7 @@ def test_each_folder_is_a_bucket_and_its_last_file_validates(tmp_path, names, pa
 )
 def test_ambiguous_inputs_are_refused(tmp_path, names, what):
     with pytest.raises((ValueError, FileNotFoundError), match=what):
-        find_inputs(touch(tmp_path, names) if names else tmp_path / "none")
+        find_inputs(data_at(touch(tmp_path, names) if names else tmp_path / "none"))
 
 
 @settings(max_examples=examples(1))
@@ -326,7 +327,7 @@ def job_of(root, windows=None, tokenizer=None):
     """The job that each start of the command makes."""
     return Pretokenizer(
         root / "out",
-        find_inputs(root / "raw"),
+        find_inputs(data_at(root / "raw")),
         windows or Windows(),
         tokenizer or describe_tokenizer(Tokenizer()),
     )

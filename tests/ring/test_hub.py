@@ -380,6 +380,26 @@ def test_tok_train_and_tok_shards_read_the_hub(hub, tmp_path):
     assert len(list(tmp_path.glob("out/**/*.bin"))) == 4
 
 
+def shards_of(tmp_path, *more, path=SET):
+    """The exit code of tok_shards, which writes into tmp_path/out."""
+    begin_launch()
+    tokenizer = run_dir().parents[1] / "tokenizer"
+    flags = [f"--input-dir={path}", f"--output-dir={tmp_path / 'out'}", f"--tokenizer={tokenizer}"]
+    return tok_shards.main([*flags, "--num-workers=1", "--max-length=0", *more])
+
+
+def test_token_files_are_of_one_commit(hub, made, tmp_path, capsys):
+    """Regression: after the branch had moved, the same command replaced finished token files."""
+    assert shards_of(tmp_path, "--num-tasks=2") == 0
+    newest = hub.commit("own/set", newer(made.files))
+    with pytest.raises(ValueError, match=f"@{newest}; name --input-dir={SET}@{made.commit}, or"):
+        shards_of(tmp_path)
+    assert shards_of(tmp_path, path=f"{SET}@{made.commit}") == 0
+    assert f"data: {SET}@{made.commit}" in capsys.readouterr().out
+    manifest = read_json(tmp_path / "out/train/data/manifest.json")
+    assert manifest["input_dir"] == f"{SET}@{made.commit}"
+
+
 def test_what_tok_train_has_read_is_not_fetched_again(hub, tmp_path):
     """Regression: it copied whole files, of which a run then fetched the text once more."""
     assert not tok_train.main(

@@ -50,9 +50,10 @@ from nanochat.checkpoint import (
     read_seal,
 )
 from nanochat.cli import EXIT_FAILED, Parser, run_main, setup_logging
-from nanochat.common import counted, show, table
+from nanochat.common import counted, few, show, table
 from nanochat.config import current
 from nanochat.dist import VERSIONS
+from nanochat.pins import pins_of
 from nanochat.run_dir import changes_text, find_run, is_step, read_cursors
 from nanochat.run_history import (
     Effect,
@@ -689,10 +690,36 @@ def around_difference(texts: Sequence[str]) -> list[str]:
     return parts
 
 
+def data_lines(a: RunReader, b: RunReader) -> list[str]:
+    """Which files differ in two runs, and where each run reads its data; [] if all files are equal.
+    --data-path may be the same: a branch of a data set moves on, and a folder changes."""
+    pins: list[dict[tuple[str, str], list[object]]] = []
+    places: list[str] = []
+    for run in (a, b):
+        of_run = {}
+        roots = set()
+        for split, buckets in run.manifests.items():
+            for manifest in buckets.values():
+                roots.add(manifest["root"])
+                of_run.update({(split, pin["name"]): pins_of(pin) for pin in manifest["files"]})
+        pins.append(of_run)
+        places.append(" and ".join(sorted(roots)))
+    first, second = pins
+    differ = [key for key in {**first, **second} if first.get(key) != second.get(key)]
+    if not differ or not first or not second:
+        return []
+    lines = [] if places[0] == places[1] else [f"data of a: {places[0]}", f"data of b: {places[1]}"]
+    names = dict.fromkeys(name for _, name in differ)
+    return [*lines, f"files that differ: {few(names)}"]
+
+
 def print_settings(a: Side, b: Side) -> None:
-    """Print the settings of two runs that differ, and what --without-documents explains."""
+    """Print the files and settings of two runs that differ, and what --without-documents explains."""
     if a.run is None or b.run is None:
         return
+    of_data = data_lines(a.run, b.run)
+    if of_data:
+        print("", *of_data, sep="\n")
     differ = differing_settings([current(a.run.last_config), current(b.run.last_config)])
     if not differ:
         return
@@ -700,7 +727,7 @@ def print_settings(a: Side, b: Side) -> None:
         [name, *around_difference([show(value) for value in values])] for name, *values in differ
     ]
     print("", *table(("settings that differ", "a", "b"), rows), sep="\n")
-    sentence = explain_left_out(a, b)
+    sentence = "" if of_data else explain_left_out(a, b)
     if sentence:
         print("", sentence, sep="\n")
 

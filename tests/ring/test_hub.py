@@ -20,7 +20,7 @@ from nanochat.pins import fingerprint
 from nanochat.sources import check, open_data, scan_files
 from nanochat.splits import pin_files, split_train_val
 from nanochat.tokenizer import get_tokenizer
-from scripts import inspect_data, receipt, tok_shards, tok_train, validate, verify
+from scripts import compare_runs, inspect_data, receipt, tok_shards, tok_train, validate, verify
 from tests import training
 from tests.hub_server import TOKEN, Fault, hub_server
 from tests.toy import write_jsonl
@@ -453,6 +453,18 @@ def test_a_receipt_names_the_data_set_and_its_commit(hub, made):
     path = write_receipt(made.killed)
     assert f'"data": "hf://datasets/own/set@{made.commit}' in path.read_text()
     assert verify.main([str(path), "--steps=1"]) == 0
+
+
+def test_runs_on_two_commits_are_compared_with_the_files_that_differ(hub, made, capsys):
+    """Regression: only the names of the runs were said to differ."""
+    train(num_iterations=1)
+    files = {**made.files, "data/shard_1.parquet": made.files["data/shard_0.parquet"]}
+    newest = hub.commit("own/set", files)
+    train(num_iterations=1, model_tag="later")
+    assert compare_runs.main(["run", "later"]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert f"data of a: {SET}@{made.commit}" in lines and f"data of b: {SET}@{newest}" in lines
+    assert "files that differ: data/shard_1.parquet" in lines
 
 
 # ---- failures ------------------------------------------------------------------------------------

@@ -348,9 +348,10 @@ def _joined(
             )
         own = found.pop(entry["name"])
         if pins_of(own) != pins_of(entry):
+            place = "" if manifest["root"] == theirs["root"] else f" in {theirs['root']}"
             raise ValueError(
-                f"{entry['name']}: it has changed since {run} read it; restore the old file, or give the "
-                f"new one another name"
+                f"{manifest['root']}/{entry['name']}: {run} read another file of this name{place}; name that one "
+                f"with --data-path, or give this one another name"
             )
         if "written" in entry:
             own["written"] = entry["written"]

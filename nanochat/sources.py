@@ -466,7 +466,7 @@ def _find_again(manifest: Manifest, folder: AnyPath | None) -> Manifest:
                 f"folder with --data-path, or start a new run with other data (--model-tag)"
             )
         if is_prepared(entry):  # do not prepare it only to find that it has changed
-            _check_same(path, "size", entry["size"], path.stat().st_size)
+            _check_same(path, "size", entry["size"], path.stat().st_size, manifest["root"])
 
     root.is_dir()  # in object storage: one listing instead of a request per file
     for _ in each(find, manifest["files"]):
@@ -474,13 +474,20 @@ def _find_again(manifest: Manifest, folder: AnyPath | None) -> Manifest:
     return {**manifest, "root": new_root}
 
 
-def _check_same(path: AnyPath, what: str, then: object, now: object) -> None:
-    """ValueError if a pin of a file has changed."""
-    if then != now:
+def _check_same(path: AnyPath, what: str, then: object, now: object, root: str = "") -> None:
+    """ValueError if a pin of a file has changed. `root`: the folder in which the run read the file;
+    "" for the same one."""
+    if then == now:
+        return
+    if root and as_path(root) not in path.parents:
         raise ValueError(
-            f"{path}: it has changed since this run began ({what}: {then} then, {now} now); restore "
-            f"the old file, or start a new run (--model-tag)"
+            f"{path}: this run read another file of this name ({what}: {then} then, {now} here), in {root}; name "
+            f"that place with --data-path, or start a new run (--model-tag)"
         )
+    raise ValueError(
+        f"{path}: it has changed since this run began ({what}: {then} then, {now} now); restore "
+        f"the old file, or start a new run (--model-tag)"
+    )
 
 
 def _compare(old_manifest: Manifest, manifest: Manifest) -> list[Pin]:
@@ -505,7 +512,8 @@ def _compare(old_manifest: Manifest, manifest: Manifest) -> list[Pin]:
             compared.append("blocks")
         for key in compared:
             if old.get(key) != UNKNOWN:
-                _check_same(path, "hash" if key == "footer" else key, old.get(key), new.get(key))
+                what = "hash" if key == "footer" else key
+                _check_same(path, what, old.get(key), new.get(key), old_manifest["root"])
         if "parquet" in old:
             new["parquet"] = old["parquet"]
         if "written" in old:

@@ -305,27 +305,24 @@ def lines_of(bucket: Mapping[str, Any], path: AnyPath) -> list[FileLine]:
     return files
 
 
-def check_size(file: FileLine, root: AnyPath) -> None:
-    """ValueError or FileNotFoundError if a file of a receipt is missing below `root`, or has
-    another size. Fast, so it comes before text is prepared."""
+def check_size(file: FileLine, root: AnyPath, remedy: str) -> None:
+    """ValueError or FileNotFoundError, which ends with `remedy`, if a file of a receipt is missing
+    below `root`, or has another size. Fast, so it comes before text is prepared."""
     path = root / file.name
     if not path.exists():
-        raise FileNotFoundError(
-            f"{path}: missing, but the receipt lists it; restore it, or name the folder that has "
-            f"it with --data-path"
-        )
+        raise FileNotFoundError(f"{path}: missing, but the receipt lists it; {remedy}")
     size = path.stat().st_size
     is_pair = path.suffix == ".bin"  # its size is that of both files
     if not is_pair and file.size != str(size):
         raise ValueError(
             f"{path}: it has {size} bytes, the receipt says {file.size}, so the run was trained on a "
-            f"different file; restore that file"
+            f"different file; {remedy}"
         )
 
 
-def compare_file(pair: tuple[FileLine, Pin], root: AnyPath) -> FileLine:
+def compare_file(pair: tuple[FileLine, Pin], root: AnyPath, remedy: str) -> FileLine:
     """The line of a file as it is now, from its line in a receipt and its entry in a manifest.
-    ValueError if they differ."""
+    ValueError, which ends with `remedy`, if they differ."""
     file, entry = pair
     path = root / file.name
     now = describe_file(root, entry, by_sha256=file.content.startswith(SHA256))
@@ -336,9 +333,7 @@ def compare_file(pair: tuple[FileLine, Pin], root: AnyPath) -> FileLine:
                 f"{path}: the receipt is of a run that older code began, which pinned text that is not "
                 f"parquet differently; verify it with the code that wrote it"
             )
-        raise ValueError(
-            f"{problem}, so the run was trained on a different file; restore that file"
-        )
+        raise ValueError(f"{problem}, so the run was trained on a different file; {remedy}")
     return now
 
 
@@ -348,18 +343,21 @@ def find_manifests(
     """The manifests of a receipt's files below a data path. ValueError or FileNotFoundError names
     the first file that is missing or differs."""
     root = data_at(data_path).folder
+    remedy = "restore it, or name the folder that has it with --data-path"
+    if "data" in receipt:
+        remedy = f"leave --data-path out: the receipt names {receipt['data']}"
     listed: dict[str, list[FileLine]] = {}
     for name, bucket in receipt["files"].items():
         listed[name] = lines_of(bucket, path)
         for file in listed[name]:
-            check_size(file, root)
+            check_size(file, root, remedy)
     paths = {name: [root / file.name for file in files] for name, files in listed.items()}
     manifests = scan_all({"train": root}, {"train": paths}, selection)["train"]
     with tqdm(unit="B", unit_scale=True, desc="comparing the data", disable=None) as bar:
         for name, bucket in receipt["files"].items():
             manifest = manifests[name]
             pairs = list(zip(listed[name], manifest["files"]))
-            for line in each(partial(compare_file, root=root), pairs):
+            for line in each(partial(compare_file, root=root, remedy=remedy), pairs):
                 bar.update(int(line.size))
             manifest |= bucket["others"]
     return manifests

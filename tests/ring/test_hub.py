@@ -445,7 +445,10 @@ def test_a_receipt_of_a_run_from_the_hub_hashes_nothing_and_holds_for_a_copy(hub
     assert verify.main([str(path), f"--data-path={copy}", "--steps=1"]) == 0
     (copy / "data/shard_0.parquet").write_bytes(made.files["data/shard_1.parquet"])
     assert verify.main([str(path), f"--data-path={copy}", "--steps=1"]) == 1
-    assert not hub.asked("resolve"), capsys.readouterr()
+    output = capsys.readouterr().out
+    assert not hub.asked("resolve"), output
+    # regression: the advice was to restore a file of a data set that belongs to others
+    assert f"leave --data-path out: the receipt names {SET}@{made.commit}" in output
 
 
 def test_a_receipt_names_the_data_set_and_its_commit(hub, made):
@@ -532,6 +535,16 @@ def test_bad_input_is_one_sentence(hub, made, path, words):
     hub.files |= dict.fromkeys(["a.parquet", "b.parquet"], made.files["data/shard_0.parquet"])
     error = refuse(**{**RUN, "data_path": path.replace("{}", hub.url)})
     assert words in error and "\n" not in error and "truncated" not in error
+
+
+@pytest.mark.parametrize("more", [{}, {"fork_from": "run@2", "model_tag": "child"}])
+def test_a_file_of_another_commit_is_not_called_changed(hub, made, more):
+    """Regression: the advice was to restore the old file."""
+    train(num_iterations=2)
+    newest = hub.commit("own/set", newer(made.files))
+    error = refuse(**RUN, data_path=f"{SET}@{newest}", **more)
+    assert error.startswith(f"{SET}@{newest}/data/shard_") and "read another file of" in error
+    assert f"in {SET}@{made.commit}; name that" in error and "restore" not in error
 
 
 def test_a_pinned_revision_that_vanished_is_one_sentence(hub, made):

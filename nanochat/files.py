@@ -329,9 +329,12 @@ def list_files(data: DataPath, data_format: str = "text") -> Listing:
         raise _no_such_folder(as_path(data.text))
     files = list(data.files)
     if not has_suffix(files[0].name, suffixes):
+        remedy = "rename it, or change --data-format"
+        if not _is_data(files[0].name):
+            remedy = "name other data, or rename it if it is of this kind"
         raise ValueError(
             f"{data}: expected a folder or a {', '.join(suffixes)} file for "
-            f"--data-format {data_format}; rename it, or change --data-format"
+            f"--data-format {data_format}; {remedy}"
         )
     _check_names(files)
     return Listing(files, {})
@@ -353,7 +356,13 @@ def _check_format_name(data_format: str) -> None:
 
 def _no_such_folder(path: AnyPath) -> FileNotFoundError:
     """The error for a --data-path that names nothing."""
-    return FileNotFoundError(f"{path}: no such data folder{_hint_for(path)}")
+    kind = "file" if _is_data(path.name) else "folder"
+    return FileNotFoundError(f"{path}: no such data {kind}{_hint_for(path)}")
+
+
+def _is_data(name: str) -> bool:
+    """Whether a name is that of a file of any --data-format."""
+    return any(has_suffix(name, suffixes) for suffixes in FORMATS.values())
 
 
 def _hint_for(path: AnyPath) -> str:
@@ -573,6 +582,11 @@ def find_prefixes(data_path: str) -> list[AnyPath]:
         if not is_file(file) and not is_file(file.with_suffix(".idx")):
             if len(parts) == 1:
                 return []
+            if is_folder(as_path(prefix)):
+                raise ValueError(
+                    f"{prefix}: a folder, of which --data-path takes only one; name the folder around them (a "
+                    f"--curriculum selects some of its subfolders), or list their files"
+                )
             raise FileNotFoundError(
                 f"{prefix}: neither {file.name} nor its .idx exists; set --data-path to a folder, "
                 f"or to paths without .bin and .idx, separated by commas"

@@ -70,7 +70,7 @@ from nanochat.dist import (
     other_processors,
     versions,
 )
-from nanochat.files import data_at, default_data_path, paths_in
+from nanochat.files import data_at, default_data_path, list_files, paths_in
 from nanochat.fork import (
     Parent,
     branch_off,
@@ -298,6 +298,10 @@ def find_tokenizer(settings: Settings, data_path: str) -> Tokenizer:
         place = folder
     elif not has_one(get_base_dir()) and has_one(run_path(settings.tag)):
         place = run_path(settings.tag)
+    elif not has_one(get_base_dir()) and settings.tokenizer is None and settings.data_path:
+        list_files(
+            data, settings.data_format
+        )  # a mistake in the path, before advice that repeats it
     return get_tokenizer(
         settings.tokenizer or (place and place / "tokenizer"),
         eod_token=settings.eod_token,

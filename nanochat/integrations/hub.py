@@ -286,7 +286,11 @@ class HubPath(RangePath):
         place = self._place()
         if place is None or not place.inner:
             return None
-        file = find_tree(place).files.get(place.inner)
+        tree = find_tree(place)
+        if place.inner not in (*tree.files, *tree.folders):
+            # an empty tree: the path may be a file's, and the tree around it has that
+            tree = find_tree(place._replace(inner=next(place.parents)))
+        file = tree.files.get(place.inner)
         # messages name the path as it is here, which may not name the commit
         return None if file is None else file._replace(path=str(self))
 

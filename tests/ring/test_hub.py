@@ -518,6 +518,9 @@ def test_a_stop_ends_a_wait(hub):
         (f"{SET}/nofolder", "no such data folder; beside it: data"),
         (f"{SET}/dat/shards", "no such data folder; beside it: data"),
         (f"{SET}/data/*.parquet", "patterns are not expanded"),
+        (f"{SET}/data/README.md", "README.md: expected a folder or a .parquet"),
+        (f"{SET}/data/part.parquet", "part.parquet: no such data file"),
+        (f"{SET}/data,{SET}/more", "data: a folder, of which --data-path takes only one"),
         ("own/set", "a data set on the Hub is named hf://datasets/own/set"),
         ("{}/datasets/own/set", "a data set on the Hub is named hf://datasets/own/set"),
         ("hf://datasets/own", "expected hf://datasets/OWNER/NAME"),
@@ -530,11 +533,21 @@ def test_a_stop_ends_a_wait(hub):
 def test_bad_input_is_one_sentence(hub, made, path, words):
     hub.moved["own/old"] = "own/set"
     hub.commit("own/pictures", {"a.png": b"PNG"})
+    hub.commit("own/set", {**made.files, "data/README.md": b"A card."})
     hub.commit("own/gated", made.files)
     hub.gated.add("own/gated")
     hub.files |= dict.fromkeys(["a.parquet", "b.parquet"], made.files["data/shard_0.parquet"])
     error = refuse(**{**RUN, "data_path": path.replace("{}", hub.url)})
     assert words in error and "\n" not in error and "truncated" not in error
+
+
+@pytest.mark.parametrize("path", [f"{SET}/dta", "{}/dta"])
+def test_a_wrong_path_is_named_before_a_missing_tokenizer(hub, path):
+    """Regression: the advice was to train a tokenizer on the wrong path."""
+    base = run_dir().parents[1]
+    shutil.rmtree(base / "tokenizer")
+    (base / "data").mkdir()
+    assert "no such data folder; did you mean data?" in refuse(**RUN, data_path=path.format(base))
 
 
 @pytest.mark.parametrize("more", [{}, {"fork_from": "run@2", "model_tag": "child"}])

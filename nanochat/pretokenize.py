@@ -606,10 +606,11 @@ class Pretokenizer:
         # pickled once per input, so without all the other inputs
         make = replace(self, inputs=()).make
         with ProcessPoolExecutor(min(num_workers, len(todo)), spawn, _begin_worker) as pool:
-            futures = {pool.submit(make, i): i for i in todo}
-            # makes the pool watch its newest worker, too; otherwise its death could go unnoticed
-            pool.submit(int)
             try:
+                with _without_interrupts():
+                    futures = {pool.submit(make, i): i for i in todo}
+                    # makes the pool watch its newest worker; otherwise its death could go unnoticed
+                    pool.submit(int)
                 for future in as_completed(futures):
                     yield futures[future], _record_or_error(future.result)
             except BaseException:  # also GeneratorExit: the caller has stopped early
@@ -700,6 +701,17 @@ def _record_or_error(make: Callable[[], Record]) -> Record | str:
         )
     except (ValueError, OSError) as e:
         return str(e)
+
+
+@contextlib.contextmanager
+def _without_interrupts() -> Iterator[None]:
+    """Delay Ctrl-C. Processes that are started meanwhile never receive it, not even while they import
+    this module, which takes a second."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
 
 
 def _begin_worker() -> None:

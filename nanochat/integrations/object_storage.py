@@ -421,26 +421,24 @@ class Bucket:
                 code == "RequestTimeout",
                 Garbled,
                 f"{self.host} did not receive the whole request in time, {TRIES} times ({answered}); restart when the "
-                f"machine or the connection is less busy: a run resumes from its last checkpoint",
+                "machine or the connection is less busy",
             ),
             Cause(
                 code in CLOCK_CODES,
                 Garbled,
                 f"the clock of this machine and that of {self.host} differ by more than 15 minutes, {TRIES} times "
-                f"({answered}); set this machine's clock (NTP), then restart: a run resumes from its last checkpoint",
+                f"({answered}); set this machine's clock (NTP), then restart",
             ),
             Cause(
                 is_busy,
                 Garbled,
-                f"{self.host} could not answer just now, {TRIES} times ({answered}); restart when it "
-                f"is less busy: a run resumes from its last checkpoint",
+                f"{self.host} could not answer just now, {TRIES} times ({answered}); restart when it is less busy",
             ),
             Cause(
                 failure.unavailable and not issubclass(failure.kind, PermissionError),
                 # obstore does not repeat a listing whose answer was interrupted
                 Garbled if is_listing else OSError,
-                f"no complete answer from {self.host} ({unanswered}); check the network and {self.setting}, then "
-                f"restart: a run resumes from its last checkpoint",
+                f"no complete answer from {self.host} ({unanswered}); check the network and {self.setting}, then restart",
             ),
         ]
 

@@ -245,9 +245,11 @@ def get(
         wait_s = max(pause_s, asked_s)
         waited_s = time.monotonic() - began
         if waited_s + wait_s > patience_s:
+            is_hub = path.startswith("hf://") and host == host_of(address)
+            setting = " and HF_ENDPOINT" if is_hub else ""
             raise OSError(
-                f"{path}: nothing from {host} for {waited_s:.0f} s ({problem}); check the network, then "
-                f"give the same command again (training resumes from its last checkpoint)"
+                f"{path}: nothing from {host} for {waited_s:.0f} s ({problem}); check the network{setting}, then "
+                f"give the same command again"
             )
         if waited_s + wait_s > 1:
             has_warned |= _warn_of_wait(

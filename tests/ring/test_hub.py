@@ -572,7 +572,8 @@ def test_a_pinned_revision_that_vanished_is_one_sentence(hub, made):
 def test_a_server_that_does_not_answer_is_one_sentence(hub, monkeypatch):
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
     begin_launch()
-    assert "nothing from 127.0.0.1:9" in refuse(**RUN, data_path=SET)
+    error = refuse(**RUN, data_path=SET)
+    assert "nothing from 127.0.0.1:9" in error and "check the network and HF_ENDPOINT" in error
 
 
 def test_a_redirect_to_a_server_that_does_not_answer_names_that_one(hub, monkeypatch):

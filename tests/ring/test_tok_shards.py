@@ -257,10 +257,9 @@ def test_killed_before_any_change_to_the_disk_it_resumes_to_the_same_bytes(
     assert number > 50 and len(states) > 8
 
 
-def start_slow(raw, out, tokenizer, num_workers):
-    """The command in its own process group, while it converts the inputs whose name begins with
-    `slow`."""
-    process = subprocess.Popen(
+def start(raw, out, tokenizer, num_workers):
+    """The command in its own process group."""
+    return subprocess.Popen(
         [
             sys.executable,
             "-m",
@@ -273,6 +272,12 @@ def start_slow(raw, out, tokenizer, num_workers):
         text=True,
         start_new_session=True,
     )
+
+
+def start_slow(raw, out, tokenizer, num_workers):
+    """The command in its own process group, while it converts the inputs whose name begins with
+    `slow`."""
+    process = start(raw, out, tokenizer, num_workers)
     wait_for(lambda: len(list(out.glob("busy-*"))) == num_workers or process.poll() is not None)
     return process
 
@@ -323,6 +328,29 @@ def test_signals_end_it_and_it_resumes(
         os.utime(path, (1, 1))
     assert run(raw, out, tokenizer) == 0 and run(raw, tmp_path / "whole", tokenizer) == 0
     assert tree(out) == tree(tmp_path / "whole")
+
+
+def test_a_worker_that_starts_does_not_receive_ctrl_c(tmp_path, tokenizer):
+    """Regression: it printed a traceback if it was still importing."""
+    for name in ("a", "b"):
+        write_jsonl(tmp_path / f"raw/{name}.jsonl", some_texts(50, seed=1))
+    process = start(tmp_path / "raw", tmp_path / "out", tokenizer, 2)
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    # Python's tracker of resources, then a worker
+    wait_for(lambda: len(children.read_text().split()) >= 2)
+    worker = int(children.read_text().split()[1])
+    wait_for(lambda: handles_ctrl_c(worker))
+    os.kill(worker, signal.SIGINT)
+    _, errors = process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == 0 and "Traceback" not in errors
+
+
+def handles_ctrl_c(pid):
+    """Whether a process has set its handler, and so runs Python."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    caught = int(re.search(r"SigCgt:\s*(\w+)", status)[1], 16)
+    ignored = int(re.search(r"SigIgn:\s*(\w+)", status)[1], 16)
+    return (caught | ignored) & 1 << signal.SIGINT - 1
 
 
 def test_processes_on_one_folder_all_exit_0(tmp_path, tokenizer):

@@ -438,7 +438,8 @@ class Bucket:
                 failure.unavailable and not issubclass(failure.kind, PermissionError),
                 # obstore does not repeat a listing whose answer was interrupted
                 Garbled if is_listing else OSError,
-                f"no complete answer from {self.host} ({unanswered}); check the network and {self.setting}, then restart",
+                f"no complete answer from {self.host} ({unanswered}); check the network and "
+                f"{self.setting}, then restart",
             ),
         ]
 

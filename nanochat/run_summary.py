@@ -54,6 +54,12 @@ def print_split(run: Run) -> None:
         ),
         sep="\n",
     )
+    unseen = [bucket for bucket in train if bucket not in val]
+    if unseen and val.keys() & train.keys():
+        why = "no validation file of its own; --val-fraction=0.05 takes some of each file"
+        if settings.fork:
+            why = "a fork is evaluated like its parent; --val-path names other data"
+        print0(f"not evaluated: {few(unseen)} ({why})")
     left_out = [manifest.get("without", {}) for manifest in train.values()]
     rows = [rows for without in left_out for rows in without.values()]
     if rows:

@@ -498,8 +498,9 @@ def describe_split(
         stated = stated_splits([PurePosixPath(file.name) for file in (*train, *val)])
         if "val" not in stated.values():
             cost = ", which copies all files to this machine" if remote else ""
+            which = "the last file" if len(val) == 1 else "the last file of each bucket"
             lines.append(
-                f"warning: the last file is used for validation, but {', and '.join(odd)}; name validation "
+                f"warning: {which} is used for validation, but {', and '.join(odd)}; name validation "
                 f"data with --val-path, or use 5% of the documents of every file with --val-fraction=0.05{cost}"
             )
     return lines

@@ -310,6 +310,7 @@ def test_other_data_begins_anew_and_validation_may_change_with_it(workplace):
         ({"step": 99}, ("parent@99", "trained 8 steps")),
         ({"step": STEPS}, ("ends at step 8", "--num-iterations")),
         ({"parent": "nobody"}, ("nobody",)),
+        ({"data_path": "mistyped"}, ("mistyped: no such data folder",)),
         ({"init_from": "parent"}, ("--fork-from, --init-from",)),
     ],
     ids=lambda value: next(iter(value)),

@@ -90,7 +90,7 @@ def test_every_figure_is_the_one_on_disk(run):
         "bits per byte of a unigram model on the same tokens": ["3.812"],
         "training bits per byte, `data`": ["1.938"],
         "steps": ["8"],
-        "tokens trained on": ["4,096"],
+        "tokens in rows": ["4,096"],
         "training time": [
             f"{duration(seconds)}, {100 * waited / seconds:.2f} % of it waiting for data"
         ],

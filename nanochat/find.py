@@ -437,7 +437,8 @@ def find_document(data: Mapping[str, Mapping[str, Source]], name: str) -> tuple[
         files = ", ".join([*known][:4])
         if len(known) > 4:
             files += ", ..."
-        hint = did_you_mean(file, known)
+        of_training = [other for other, (split, _, _) in known.items() if split == "train"]
+        hint = did_you_mean(file, of_training) or did_you_mean(file, known)
         raise ValueError(f"{name}: the run has no file {file}; its files are {files}{hint}")
     split, bucket, count = known[file]
     if row >= count:

@@ -37,7 +37,7 @@ from nanochat.checkpoint import (
 )
 from nanochat.common import AnyPath, Difference, as_path, differences, hash_json, print0
 from nanochat.config import OF_ONE_RUN, OF_ROWS, Settings, fields_of, flag, is_kept_by_forks
-from nanochat.files import data_at
+from nanochat.files import data_at, list_files
 from nanochat.gpt import GPTConfig
 from nanochat.order import StreamConfig, open_order
 from nanochat.pins import (
@@ -306,6 +306,9 @@ def files_of_fork(parent: Parent, settings: Settings) -> Manifests:
             listed = settings.without_documents
             same["train"] = whole if listed is None else leave_out(whole, listed)
         return same
+    list_files(
+        data_at(settings.data_path or ""), settings.data_format
+    )  # raises if it names nothing
     val: dict[str, Manifest] = {}
     if "val_path" not in fork.changes:
         val = _validation_of(parent, data_at(settings.data_path or "").folder)

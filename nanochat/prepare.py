@@ -27,7 +27,8 @@ while others wait for its lock; without locks, two processes write the same file
 harmless. A folder that was deleted is made again.
 
     python -m nanochat.prepare            # list the folders and their sizes
-    python -m nanochat.prepare --remove   # delete them; those that a run needs are made again
+    python -m nanochat.prepare --remove   # delete those that no run began with
+    python -m nanochat.prepare --remove NAME    # this one, too: it is made again from the same files
 """
 
 import contextlib
@@ -290,7 +291,11 @@ def _make(
         try:
             tick(0)
             place.parent.mkdir(parents=True, exist_ok=True)
-            record = None if file.selection.strict else _link(elsewhere.get(keys[name]), place)
+            record = (
+                None
+                if file.selection.strict
+                else _link(elsewhere.get(keys[name]), place, str(file.path))
+            )
             return name, record or _convert(file, keys[name], place, tick)
         except Exception as e:
             errors.append(e)
@@ -345,9 +350,9 @@ def _by_key() -> dict[str, tuple[Path, Record]]:
     return known
 
 
-def _link(known: tuple[Path, Record] | None, place: Path) -> Record | None:
+def _link(known: tuple[Path, Record] | None, place: Path, source: str) -> Record | None:
     """Make `place` a hard link to the same file in another folder, and return its record. None if
-    there is none."""
+    there is none. `source`: the user's own file."""
     if known is None:
         return None
     other, record = known
@@ -359,7 +364,7 @@ def _link(known: tuple[Path, Record] | None, place: Path) -> Record | None:
         fsync_dir(place.parent)
     except OSError:  # deleted meanwhile, or a file system without hard links
         return None
-    return record
+    return record._replace(source=source)
 
 
 def _convert(file: TextFile, key: str, place: Path, tick: Callable[[int], None]) -> Record:
@@ -417,14 +422,16 @@ def _report(
         files = f"{counted(len(with_nulls), 'file')}: {few(sorted(with_nulls))}"
         field = next(iter(targets.values())).selection.text_field
         warn_once(f"skipped {total} in column `{field}` of {files}")
+    if was_ready:
+        log.info("text: prepared before, in %s", folder)
+        return
     documents = Counter[str]()
     for record, file in zip(made, targets.values()):
         documents[file.split] += record.documents
     log.info(
-        "text: %s with %s %s as parquet in %s (%.1f MB; python -m nanochat.prepare --remove deletes it)",
+        "text: %s with %s prepared now as parquet in %s (%.1f MB; python -m nanochat.prepare lists such folders)",
         counted(len({file.path for file in targets.values()}), "file"),
         " and ".join(f"{counted(n, 'document')} for {USES[key]}" for key, n in documents.items()),
-        "prepared before" if was_ready else "prepared now",
         folder,
         sum(record.num_bytes for record in made) / 1e6,
     )
@@ -461,7 +468,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--remove",
         action="store_true",
-        help="delete them; launches that are running must not be reading them",
+        help="delete these folders (default: those that no run began with); launches that are running must not be "
+        "reading them",
     )
     args = parser.parse_args(argv)
     base = prepared_dir()
@@ -474,9 +482,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise ValueError(
                 f"{name}: no such folder in {base}; expected {', '.join(known) or 'none'}"
             )
-    chosen = [known[name] for name in args.names] or folders
-    rows = []
     users = _users(base)
+    chosen = [known[name] for name in args.names] or folders
+    if args.remove and not args.names:
+        chosen = [folder for folder in folders if not users[folder.name]]
+    rows = []
     for folder in chosen:
         records = _read_records(folder).values()
         sources = sorted({record.source for record in records})
@@ -497,7 +507,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.remove:
         for folder in chosen:
             shutil.rmtree(folder)
-        print(f"deleted {counted(len(chosen), 'folder')}")
+        kept = len(folders) - len(chosen)
+        others = "" if args.names or not kept else f", kept {kept:,} that a run began with"
+        print(f"deleted {counted(len(chosen), 'folder')}{others}")
     return 0
 
 

@@ -359,9 +359,18 @@ class RunReader:
 
     @cached_property
     def val_bpb(self) -> dict[int, float]:
-        """{steps done: bits per byte} for each validation that has a value."""
-        events = self.named("val")
-        return {event["step"]: event["bpb"] for event in events if event["bpb"] is not None}
+        """{steps done: bits per byte} for each validation that has a value, and is on as much text
+        as the newest one: results on other amounts cannot be compared with it."""
+        results: dict[int, tuple[float, object]] = {}
+        for launch in self.launches:
+            changed = launch.started.get("changed") or {}
+            amount = changed.get("eval_tokens", self.config.get("eval_tokens"))
+            for event in launch.events:
+                if event["event"] == "val" and event["bpb"] is not None:
+                    results[event["step"]] = event["bpb"], amount
+        newest = results[max(results)][1] if results else None
+        of_newest = {step: bpb for step, (bpb, amount) in results.items() if amount == newest}
+        return dict(sorted(of_newest.items()))
 
     def axes(self) -> dict[str, list[float]]:
         """{axis: values}: each logged step's number, and the tokens, FLOPs and hours up to its end."""

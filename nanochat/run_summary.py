@@ -19,7 +19,7 @@ from nanochat.dist import peak_memory, write_memory
 from nanochat.files import FORMATS, data_at
 from nanochat.fork import describe_fork
 from nanochat.pins import Manifest
-from nanochat.run_dir import CONFIG_NAME, Fork
+from nanochat.run_dir import CONFIG_NAME, Fork, mix_text
 from nanochat.run_settings import derive, describe_memory, device_memory, estimate_memory
 from nanochat.splits import describe_split, files_of, last_file_validates
 from nanochat.start_run import Run, Start
@@ -54,6 +54,12 @@ def print_split(run: Run) -> None:
         ),
         sep="\n",
     )
+    unseen = [bucket for bucket in train if bucket not in val]
+    if unseen and val.keys() & train.keys():
+        why = "no validation file of its own; --val-fraction=0.05 takes some of each file"
+        if settings.fork:
+            why = "a fork is evaluated like its parent; --val-path names other data"
+        print0(f"not evaluated: {few(unseen)} ({why})")
     left_out = [manifest.get("without", {}) for manifest in train.values()]
     rows = [rows for without in left_out for rows in without.values()]
     if rows:
@@ -123,6 +129,7 @@ def _print_settings(start: Start, typed: Sequence[str]) -> None:
     follows from them, the data and this machine."""
     settings = start.settings.differing()
     settings.pop("fork", None)  # a line of its own says it in words
+    mix = mix_text(settings.pop("curriculum", None))
     named = [f"{flag(name)}={short(str(settings[name]))}" for name in settings if name in typed]
     derived = {**settings, **derive(start.settings, start.horizon)}
     for name in [name for name in derived if name.startswith("params_")]:
@@ -130,6 +137,8 @@ def _print_settings(start: Start, typed: Sequence[str]) -> None:
             del derived[name]  # config.json has them
     found = [f"{name} {short(show(value))}" for name, value in derived.items() if name not in typed]
     _print_wrapped("set", " ".join(named))
+    if mix:
+        print0(f"curriculum: {mix}")
     _print_wrapped("worked out", ", ".join(found))
 
 

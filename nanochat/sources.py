@@ -456,7 +456,7 @@ def _find_again(manifest: Manifest, folder: AnyPath | None) -> Manifest:
     new_root = str(root.resolve())
     began = ""
     if new_root != manifest["root"]:
-        began = f" (when the run began, the data was in {manifest['root']})"
+        began = f" (the run has read it in {manifest['root']})"
 
     def find(entry: Pin) -> None:
         path = root / entry["name"]

@@ -326,7 +326,8 @@ def split_train_val(
             )
         return {"train": train, "val": train}
     if val_data is not None:
-        return {"train": train, "val": _val_files(val_data, data_format)}
+        val = _val_files(val_data, data_format)
+        return {"train": _held_out(data, train, val), "val": val}
     if has_train:
         return {"train": train, "val": val}
     return _take_last_files(data, train, val, by_bucket=by_bucket)
@@ -392,6 +393,25 @@ def _too_few(train: Mapping[str, Sequence[AnyPath]]) -> str:
         f"only one data file ({other.name}){beside}{each_of}, expected at least two (the last one is used for "
         f"validation)"
     )
+
+
+def _held_out(
+    data: DataPath, train: dict[str, list[AnyPath]], val: Mapping[str, Sequence[AnyPath]]
+) -> dict[str, list[AnyPath]]:
+    """The training files without those for validation, which a --val-path below the --data-path
+    names. ValueError if none are left."""
+    places = {file.resolve() for files in val.values() for file in files}
+    rest = {
+        bucket: [file for file in files if file.resolve() not in places]
+        for bucket, files in train.items()
+    }
+    rest = {bucket: files for bucket, files in rest.items() if files}
+    if not rest:
+        raise ValueError(
+            f"--val-path: it holds all training files of {data}; name files that are only for validation, or "
+            f"divide them with --val-fraction=0.05"
+        )
+    return rest
 
 
 def _val_files(data: DataPath, data_format: str) -> dict[str, list[AnyPath]]:
@@ -478,8 +498,9 @@ def describe_split(
         stated = stated_splits([PurePosixPath(file.name) for file in (*train, *val)])
         if "val" not in stated.values():
             cost = ", which copies all files to this machine" if remote else ""
+            which = "the last file" if len(val) == 1 else "the last file of each bucket"
             lines.append(
-                f"warning: the last file is used for validation, but {', and '.join(odd)}; name validation "
+                f"warning: {which} is used for validation, but {', and '.join(odd)}; name validation "
                 f"data with --val-path, or use 5% of the documents of every file with --val-fraction=0.05{cost}"
             )
     return lines

@@ -609,8 +609,10 @@ def report_completed(run: Run, progress: Progress, peak: int | None) -> None:
     """Print the last line of a run."""
     line = f"completed: {progress.tokens:,} tokens in {duration(progress.train_time_s)} of steps"
     if progress.val_bpb is not None:
-        first, last = progress.first_val_bpb, progress.val_bpb
-        line += f"; validation bits per byte {first:.6f} -> {last:.6f}"
+        amount = run.settings.eval_tokens
+        is_comparable = not run.config or run.config.get("eval_tokens", amount) == amount
+        first = f"{progress.first_val_bpb:.6f} -> " if is_comparable else ""
+        line += f"; validation bits per byte {first}{progress.val_bpb:.6f}"
     if peak is not None:
         line += f"; peak memory {peak / 1e9:,.1f} GB"
     print0(f"{line}; {run.run_dir}")

@@ -438,7 +438,7 @@ def print_rows(lines: list[dict[str, Any]], texts: list[list[str]], *, whole_row
     if not whole_row:
         print(
             f"{num_shown} of the step's {len(body):,} pieces of documents; --row=N shows all of one row, "
-            f"--json everything"
+            f"--json (with --text) everything"
         )
 
 

@@ -25,6 +25,7 @@ from typing import Any
 from nanochat import seen
 from nanochat.cli import Parser, run_main
 from nanochat.common import counted, duration, show, visible, write_bytes
+from nanochat.run_curves import tokens_by_bucket
 from nanochat.run_dir import changes_text, find_run
 from nanochat.run_reader import RunReader, ledger_table
 from nanochat.run_settings import setting_tables
@@ -213,9 +214,11 @@ def training_figures(run: RunReader) -> dict[str, Any]:
     mfu = run.median("mfu")
     peak = run.peak_memory_bytes
     time_s = duration(run.train_time_s)
+    buckets, with_loss = tokens_by_bucket(run.steps)
     figures = {
         "steps": run.num_steps,
-        "tokens trained on": run.own_tokens,
+        "tokens in rows": run.own_tokens,
+        "of these, with loss": int(with_loss.sum()) if buckets else None,
         "tokens, those of its ancestors included": run.num_tokens if run.fork else None,
         "training time": f"{time_s}, {100 * waited:.2f} % of it waiting for data",
         "tokens/s, median step": run.median("tokens_per_s"),

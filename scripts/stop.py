@@ -6,10 +6,10 @@ Ask a run to stop: it finishes its step, saves and exits. The same training comm
     python -m scripts.stop mine --force    # kill its processes on this host: SIGTERM, then SIGKILL after 30 s
 
 The request is a file in the run directory, so it works from any host that shares the file system.
-It applies to every launch that is older than the file, including one that is still starting.
-`--force` is for a run that no longer responds: it ends the processes that the run's state records,
-if they are visible on this host and their start times match (a process id that another program
-reuses is left alone). It exits with 1 if a process may be left alive.
+It names the launch that it is meant for, which may still be starting. `--force` is for a run that
+no longer responds: it ends the processes that the run's state records, if they are visible on this
+host and their start times match (a process id that another program reuses is left alone). It exits
+with 1 if a process may be left alive.
 """
 
 import argparse

@@ -53,7 +53,7 @@ COPIES = 2  # checkpoints on disk at once: the old one is deleted when the new o
 BY_TIME = TIMED_KEPT + 1  # the same with timed saves; at the end `final` replaces one
 
 LEGEND = """\
-usable: tokens until the first lane runs dry; "-" if that is not in sight
+trained: tokens in rows, with the repeated ones; usable: until the first lane runs dry, "-" if that is not in sight
 repeated %: overlap of split documents, which has no loss
 figures: "about" if they are estimated from a sample; docs/data.md has more"""
 

@@ -531,3 +531,13 @@ def test_a_warning_about_files_is_given_once_although_they_are_listed_again(tmp_
         split_train_val(data_at(folder))
     assert sum("not read" in message for message in caplog.messages) == 1
     assert sum("without documents" in message for message in caplog.messages) == 1
+
+
+def test_what_val_path_names_below_the_data_path_is_held_out(tmp_path):
+    """Regression: the model was trained on it, silently."""
+    folder = write(tmp_path / "data", "a.parquet", "essays/b.parquet", "essays/c.parquet")
+    splits = split_train_val(data_at(folder), data_at(folder / "essays"))
+    named = {split: [file.name for file in files["data"]] for split, files in splits.items()}
+    assert named == {"train": ["a.parquet"], "val": ["b.parquet", "c.parquet"]}
+    with pytest.raises(ValueError, match=r"--val-path: it holds all training files of "):
+        split_train_val(data_at(folder), data_at(folder))

@@ -288,7 +288,8 @@ def test_other_data_begins_anew_and_validation_may_change_with_it(workplace):
     for number in range(3):
         path = workplace / "other" / f"part_{number}.parquet"
         training.write_shard(path, training.texts(96, seed=20 + number))
-    outcome = fork(data_path=workplace / "other", val_path=workplace / "other")
+    validation = workplace / "other" / "part_2.parquet"
+    outcome = fork(data_path=workplace / "other", val_path=validation)
     assert "the fork does not go on with it" in outcome.out
     assert "from its beginning" in outcome.out
     ours = RunReader(training.run_dir("child"))
@@ -309,6 +310,7 @@ def test_other_data_begins_anew_and_validation_may_change_with_it(workplace):
         ({"step": 99}, ("parent@99", "trained 8 steps")),
         ({"step": STEPS}, ("ends at step 8", "--num-iterations")),
         ({"parent": "nobody"}, ("nobody",)),
+        ({"data_path": "mistyped"}, ("mistyped: no such data folder",)),
         ({"init_from": "parent"}, ("--fork-from, --init-from",)),
     ],
     ids=lambda value: next(iter(value)),

@@ -145,7 +145,7 @@ def test_a_line_says_what_the_prepared_documents_are_for(data, caplog):
         check_files({"train": {}, "val": manifests["val"]})
     lines = [line for line in caplog.messages if line.startswith("text: ")]
     assert "3 files with 57 documents for training and 3 documents for validation" in lines[0]
-    assert "3 files with 3 documents for validation prepared before" in lines[1]
+    assert "text: prepared before, in " in lines[1]
 
 
 # ---- once ----------------------------------------------------------------------------------------
@@ -408,7 +408,9 @@ def test_the_command_lists_sizes_and_sources(data, base_dir, capsys):
     assert folders(base_dir)[0].name in printed and "a.jsonl" in printed and "1 folder" in printed
 
 
-def test_the_command_names_the_runs_that_began_with_a_folder(data, base_dir, capsys):
+def test_folders_that_runs_began_with_are_listed_with_them_and_not_removed_unless_named(
+    data, base_dir, capsys
+):
     for tag, selection in (("mine", TWENTIETH), ("other", Selection(val_fraction=0.5))):
         run = base_dir / "runs" / tag
         run.mkdir(parents=True)
@@ -418,6 +420,22 @@ def test_the_command_names_the_runs_that_began_with_a_folder(data, base_dir, cap
     prepare.main([])
     lines = capsys.readouterr().out.splitlines()
     assert sorted(line.split()[-1] for line in lines[1:3]) == ["mine", "other"]
+    with_runs = folders(base_dir)
+    # what they were made from may have changed since, so nobody can make them again
+    scan(data)
+    assert len(folders(base_dir)) == 3
+    prepare.main(["--remove"])
+    assert folders(base_dir) == with_runs
+    assert "deleted 1 folder, kept 2 that a run began with" in capsys.readouterr().out
+
+
+def test_a_folder_that_is_linked_names_the_files_of_its_own(data, base_dir, capsys):
+    """Regression: after a move, the files that the first folder was made from."""
+    scan(data)
+    moved = data.rename(data.with_name("moved"))
+    scan(moved)
+    prepare.main([])
+    assert str(moved / "a.jsonl") in capsys.readouterr().out
 
 
 def test_the_command_removes_all_folders_and_those_of_older_versions(data, base_dir, capsys):
@@ -476,7 +494,7 @@ def test_a_run_on_jsonl_resumes_with_the_same_digests_after_its_folder_is_remove
         (text / "a.jsonl").write_text("broken\n" + (text / "a.jsonl").read_text())
         training.succeed(data_path=text)
         training.succeed(data_path=text, num_iterations=2, model_tag="resumed")
-        assert prepare.main(["--remove"]) == 0
+        assert prepare.main([*(folder.name for folder in folders(base)), "--remove"]) == 0
         write_jsonl(text / "c.jsonl", ["new"])
         outcome = training.succeed(data_path=text, model_tag="resumed")
         assert "not reading 1 file that arrived after this run began: c.jsonl" in outcome.err
@@ -490,7 +508,7 @@ def test_a_run_on_jsonl_resumes_with_the_same_digests_after_its_folder_is_remove
             for document in json.loads(line)["documents"]:
                 assert document["line"] == document["document"] + 2
         assert receipt.main(["run", f"--out={base / 'r.json'}"]) == 0
-        prepare.main(["--remove"])
+        prepare.main([*(folder.name for folder in folders(base)), "--remove"])
         check_receipt = [str(base / "r.json"), f"--data-path={text}", "--steps=0,3"]
         assert verify.main(check_receipt) == 0
         assert verify.main([str(base / "runs/run")]) == 0

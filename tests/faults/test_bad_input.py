@@ -322,7 +322,7 @@ RESUMED = [  # an unfinished run that is not resumed
     (
         "base_train --model-tag=run --data-path=other",
         {**UNFINISHED, "other/a.parquet": TEXTS},
-        ("other/shard_", "when the run began, the data was in", "--data-path"),
+        ("other/shard_", "the run has read it in", "--data-path"),
     ),
     (
         "base_train --model-tag=run --resume=runs/run/checkpoints/checkpoint-5",

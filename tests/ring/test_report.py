@@ -70,6 +70,15 @@ def rows(text):
     return {row[0]: row[1:] for row in cells}
 
 
+def test_results_on_other_amounts_of_validation_text_are_not_compared(copied):
+    """Regression: page and report said that bits per byte fell from one to the other."""
+    before = RunReader(training.run_dir()).val_bpb
+    outcome = training.succeed(num_iterations=STEPS + 2, eval_tokens=T)
+    after = RunReader(training.run_dir()).val_bpb
+    assert len(before) > 1 and [*after] == [STEPS + 2]
+    assert f"validation bits per byte {after[STEPS + 2]:.6f};" in outcome.out
+
+
 def test_every_figure_is_the_one_on_disk(run):
     output = run.parent / "other.md"
     outcome = command(
@@ -90,7 +99,7 @@ def test_every_figure_is_the_one_on_disk(run):
         "bits per byte of a unigram model on the same tokens": ["3.812"],
         "training bits per byte, `data`": ["1.938"],
         "steps": ["8"],
-        "tokens trained on": ["4,096"],
+        "tokens in rows": ["4,096"],
         "training time": [
             f"{duration(seconds)}, {100 * waited / seconds:.2f} % of it waiting for data"
         ],

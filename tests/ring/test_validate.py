@@ -278,3 +278,20 @@ def test_many_passes_are_the_last_line_before_the_verdict(books):
         lines[-1] == "ok: training can start"
         and "warning: the run reads its data about" in lines[-2]
     )
+
+
+def test_a_bucket_without_validation_data_is_named(workplace):
+    """Regression: half of what a model learned was evaluated, silently."""
+    for name in ("big/0", "big/1", "small/0"):
+        training.write_shard(workplace / f"two/{name}.parquet", training.texts(48, seed=1))
+    changed = {
+        "data_path": workplace / "two",
+        "data_format": "text",
+        "curriculum": mix(workplace, 2, 0),
+    }
+    path = changed["curriculum"]
+    path.write_text(path.read_text().replace("tiny", "small").replace("0}", "1}"))
+    assert (
+        "not evaluated: small (no validation file of its own"
+        in checked(**given(workplace / "two", **changed))[1]
+    )

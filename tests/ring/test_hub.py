@@ -20,7 +20,16 @@ from nanochat.pins import fingerprint
 from nanochat.sources import check, open_data, scan_files
 from nanochat.splits import pin_files, split_train_val
 from nanochat.tokenizer import get_tokenizer
-from scripts import compare_runs, inspect_data, receipt, tok_shards, tok_train, validate, verify
+from scripts import (
+    compare_runs,
+    inspect_data,
+    receipt,
+    replay,
+    tok_shards,
+    tok_train,
+    validate,
+    verify,
+)
 from tests import training
 from tests.hub_server import TOKEN, Fault, hub_server
 from tests.toy import write_jsonl
@@ -138,38 +147,47 @@ def test_a_killed_run_ends_with_the_weights_of_a_downloaded_copy(hub, made, mean
 
 
 def fail(hub):
-    """Answer nothing but errors from now on."""
+    """Answer nothing but errors from now on, to a launch that knows nothing yet."""
+    begin_launch()
     hub.faults.append(Fault(status=503, times=999))
-
-
-def continue_killed(hub, made, **changed):
-    """Resume a copy of the killed run, or fork it, while the Hub answers nothing but errors."""
-    folder = run_dir("killed" if "fork_from" in changed else "run")
-    shutil.copytree(made.killed, folder)
-    cache = folder.parents[1] / "data_cache"
-    shutil.copytree(made.killed.parents[1] / "data_cache", cache)
-    fail(hub)
     hub.seen.clear()
-    return train(**changed)
 
 
 def test_a_resume_asks_the_hub_nothing(hub, made):
     """Regression: it asked for the newest commit of the branch, which it does not read."""
-    continue_killed(hub, made)
+    shutil.copytree(made.killed, run_dir())
+    shutil.copytree(made.killed.parents[1] / "data_cache", run_dir().parents[1] / "data_cache")
+    fail(hub)
+    train()
     assert training.digests() == made.digests and not hub.seen
 
 
-@pytest.mark.parametrize("path", [SET, f"{SET}@main"])
-def test_a_fork_reads_the_commit_of_its_parent_and_asks_the_hub_nothing(hub, made, path):
+def test_a_fork_reads_the_commit_of_its_parent_and_asks_the_hub_nothing(hub, made):
+    train()
     hub.commit("own/set", newer(made.files))
-    continue_killed(hub, made, path=path, fork_from="killed@2")
-    assert training.digests(first=2) == made.digests[2:] and not hub.seen
+    fail(hub)
+    train(f"{SET}@main", fork_from="run@2", model_tag="child")
+    assert training.digests("child", 2) == made.digests[2:] and not hub.seen
+
+
+def test_a_replay_asks_the_hub_nothing(hub):
+    train()
+    fail(hub)
+    assert not replay.main(["run@3"]) and not hub.seen
+
+
+def test_files_of_a_newer_commit_join_a_fork_that_names_it(hub, made):
+    train(num_iterations=2)
+    more = {**made.files, "data/shard_9.parquet": made.files["data/shard_0.parquet"]}
+    newest = hub.commit("own/set", more)
+    train(f"{SET}@{newest}", fork_from="run@2", model_tag="child")
+    manifest = read_json(run_dir("child") / "data_manifest.json")["train"]["data"]
+    assert manifest["files"][-1]["name"] == "data/shard_9.parquet" and "joined" in manifest
 
 
 def test_a_resume_with_prepared_parts_asks_the_hub_nothing(hub):
     train(val_fraction=0.3)
     fail(hub)
-    hub.seen.clear()
     assert "at step 2" in train(val_fraction=0.3, resume="run@2").out and not hub.seen
 
 
@@ -639,8 +657,7 @@ def test_a_token_that_is_refused_is_named(hub, monkeypatch):
 def test_rows_are_shown_while_the_hub_is_away(hub, capsys):
     """The commit's list of files is on disk beside the ranges that the run has read."""
     train(num_iterations=2)
-    begin_launch()
-    hub.faults.append(Fault(status=503, times=999))
+    fail(hub)
     assert inspect_data.main(["rows", "run", "--step=1"]) == 0
     assert "shard_0" in capsys.readouterr().out
 

@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from nanochat.order import open_order
 from nanochat.rows import Row
-from nanochat.stream import Stream
+from nanochat.stream import Feed, Stream, ledger, reading_notes
 from tests.toy import (
     MemorySource,
     Ranks,
@@ -147,3 +148,41 @@ def test_cursors_of_another_format_missing_ones_and_duplicates_are_refused():
         resume([*cursors, cursors[2]])
     for enough in (cursors, cursors[1:3]):
         resume(enough, range(1, 3)).close()
+
+
+# ---- reading ahead -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "max_epochs, expected", [(1, "rest"), (2, "rest, next"), (0, "rest, next")]
+)
+def test_a_source_far_away_is_told_what_a_lane_reads_next(max_epochs, expected):
+    """At the end of an epoch also the start of the following one, unless there is none. (What is
+    told changes no row, so no other law notices.)"""
+    told = []
+    source = fixed_source(num_groups=7, group_size=10)
+    source.ahead, source.expect = 100, told.extend
+    config = stream_config("crop", T=24, V=3, seed=3, max_epochs=max_epochs)
+    order = open_order(source, bucket="data", config=config)
+    feed = Feed(config, bucket="data", lane=0, source=source, order=order, pool=None)
+    feed._expect()
+    rest = order.groups_ahead(0, feed.place, feed.share.stop, 100)
+    share = order.share(0, 1)
+    following = order.groups_ahead(1, share.start, share.stop, 100 - len(rest))
+    assert told == (rest + following if expected == "rest, next" else rest)
+    assert rest and following and rest != following
+
+
+# ---- figures -------------------------------------------------------------------------------------
+
+
+def test_a_ledger_of_something_else_is_refused():
+    with pytest.raises(ValueError, match="cursor of a lane"):
+        ledger([{"samples": 1}], T=16)
+
+
+@pytest.mark.parametrize("repeated", [0.0, 0.25])
+def test_many_passes_name_the_share_of_overlaps_if_there_is_one(repeated):
+    known = {"trained": 200, "tokens": 100, "passes": 2.0, "cropped": 0.0}
+    [note] = reading_notes("its data", **known, repeated=repeated)
+    assert ("25% of them overlaps" in note) == (repeated > 0)

@@ -299,9 +299,8 @@ def find_tokenizer(settings: Settings, data_path: str) -> Tokenizer:
     elif not has_one(get_base_dir()) and has_one(run_path(settings.tag)):
         place = run_path(settings.tag)
     elif not has_one(get_base_dir()) and settings.tokenizer is None and settings.data_path:
-        list_files(
-            data, settings.data_format
-        )  # a mistake in the path, before advice that repeats it
+        # a mistake in the path is named before advice that would repeat it
+        list_files(data, settings.data_format)
     return get_tokenizer(
         settings.tokenizer or (place and place / "tokenizer"),
         eod_token=settings.eod_token,

@@ -93,6 +93,19 @@ METADATA = frozenset(
     )
 )
 KNOWN_KINDS = mimetypes.MimeTypes()  # Python's own table: no file of this machine is read
+TABLES_AND_ARCHIVES = (
+    ".csv",
+    ".tsv",
+    ".xml",
+    ".json",
+    ".txt",
+    ".zip",
+    ".tar",
+    ".tgz",
+    ".gz",
+    ".bz2",
+    ".xz",
+)
 NEVER_DATA = (".md", ".rst", ".yaml", ".yml", ".toml", ".log", ".lock")  # not in that table
 
 
@@ -464,8 +477,8 @@ def _refuse_dangling(folder: AnyPath, links: Sequence[AnyPath], suffixes: Sequen
 
 def _is_other_kind(name: str, suffixes: Sequence[str]) -> bool:
     """Whether a name in lower case is that of a kind of file that is never data: a program, a
-    picture."""
-    if has_suffix(name, suffixes):
+    picture. Tables and archives may hold data, though none is read from them."""
+    if has_suffix(name, suffixes) or name.endswith(TABLES_AND_ARCHIVES):
         return False
     return name.endswith(NEVER_DATA) or KNOWN_KINDS.guess_type(name)[0] is not None
 

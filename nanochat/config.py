@@ -211,6 +211,7 @@ class DataSettings:
     val_path: str | None = setting(
         None,
         "validation data (default: val/ below --data-path or files named so, else its last file)",
+        auto=True,
     )
     data_format: str = setting(
         "text",

@@ -54,7 +54,7 @@ VERSION = 1  # of the sequence that a Mixer computes from a curriculum
 BLOCK = 256  # rows
 GOLDEN = 0x9E3779B97F4A7C15  # frac(golden ratio), times 2**64
 SQRT2 = 0x6A09E667F3BCC909  # frac(sqrt(2)), times 2**64
-PHASE = {"duration_tokens": int | float | str, "mix": dict}
+PHASE = {"duration_tokens": None, "mix": dict}  # any value, which Phase checks
 OPTIONAL = {"max_epochs": dict, "allow_bucket_exhaustion": bool, "allow_budget_mismatch": bool}
 NUMBER = re.compile(r"[-+]?\d{1,30}(\.\d{0,30})?([eE][-+]?\d{1,3})?", re.ASCII)
 
@@ -243,6 +243,8 @@ class Curriculum:
         for number, phase in enumerate(value[list_name], 1):
             _check_fields(phase, f"phase {number}", PHASE, {})
             try:
+                if "duration_tokens" not in phase:
+                    raise ValueError("duration_tokens: missing, expected a whole number >= 1")
                 phases.append(Phase(**phase))
             except ValueError as e:
                 raise ValueError(f"phase {number}: {e}") from None

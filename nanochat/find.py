@@ -24,6 +24,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from pathlib import PurePath
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -438,7 +439,9 @@ def find_document(data: Mapping[str, Mapping[str, Source]], name: str) -> tuple[
         if len(known) > 4:
             files += ", ..."
         of_training = [other for other, (split, _, _) in known.items() if split == "train"]
-        hint = did_you_mean(file, of_training) or did_you_mean(file, known)
+        same_name = [other for other in known if PurePath(other).name == PurePath(file).name]
+        hint = f"; did you mean {same_name[0]}?" if same_name else ""
+        hint = hint or did_you_mean(file, of_training) or did_you_mean(file, known)
         raise ValueError(f"{name}: the run has no file {file}; its files are {files}{hint}")
     split, bucket, count = known[file]
     if row >= count:

@@ -22,6 +22,7 @@ waiting in a buffer are packed anew, and the ledger starts with them.
 `run_dir.Fork` is the record in config.json, from which schedules and plans count on.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -81,6 +82,13 @@ class Parent:
 # ---- settings ------------------------------------------------------------------------------------
 
 
+def _settings_at(run_dir: Path, step: int) -> Settings:
+    """The settings with which a run took a step, but the places where it has read its data last."""
+    settings = Settings.from_json(config_at(run_dir, step))
+    newest = config_at(run_dir, math.inf)
+    return replace(settings, data_path=newest.get("data_path"), val_path=newest.get("val_path"))
+
+
 def find_parent(fork_from: str) -> Parent:
     """The run and the checkpoint that --fork-from names. FileNotFoundError or ValueError if it
     cannot be continued."""
@@ -92,9 +100,7 @@ def find_parent(fork_from: str) -> Parent:
             f"and files a fork needs; name a run, or use --init-from for the weights alone"
         )
     manifests = read_manifests(run_dir / DATA_MANIFEST)
-    return Parent(
-        run_dir, Settings.from_json(config_at(run_dir, checkpoint.step)), checkpoint, manifests
-    )
+    return Parent(run_dir, _settings_at(run_dir, checkpoint.step), checkpoint, manifests)
 
 
 def stand_in(fork_from: str, step: int) -> Parent | None:
@@ -106,7 +112,7 @@ def stand_in(fork_from: str, step: int) -> Parent | None:
     saved = first_good([path for path in paths if step_of(path) < step] or paths)
     if saved is None:
         return None
-    settings = Settings.from_json(config_at(run_dir, step))
+    settings = _settings_at(run_dir, step)
     progress = saved.trainer_state["progress"]
     tokens = progress["tokens"] + (step - saved.step) * settings.total_batch_size
     state = {
@@ -260,6 +266,8 @@ def first_checkpoint(parent: Parent, settings: Settings, model_config: GPTConfig
         "kept": True,
         "K": settings.leaves,
         "architecture_hash": hash_json(shape),
+        # a result of its parent is none of its own
+        "progress": {**checkpoint.trainer_state["progress"], "val_bpb": None},
     }
     rows = {*OF_ROWS, "total_batch_size", "pack", "data_path", "without_documents", "skip_steps"}
     if rows & fork.changes.keys():

@@ -228,7 +228,12 @@ def leave_out(buckets: Mapping[str, Manifest], list_path: AnyPath | str) -> dict
                 versions[name] = entry["footer"]
 
     listed: dict[str, set[int] | None] = {}
-    lines = local_copy(as_path(list_path)).read_text().splitlines()
+    try:
+        lines = local_copy(as_path(list_path)).read_text().splitlines()
+    except FileNotFoundError:
+        raise FileNotFoundError(
+            f"--without-documents={list_path}: no such file; restore it, or name another list"
+        ) from None
     for number, line in enumerate(lines, start=1):
         line = line.strip()
         stated = VERSION_LINE.fullmatch(line)

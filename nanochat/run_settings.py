@@ -207,11 +207,13 @@ def _check_budget(settings: Settings, horizon: Horizon) -> None:
     is_allowed = settings.mix is not None and settings.mix.allow_budget_mismatch
     if fits or is_allowed:
         return
+    begin = settings.curriculum_begin
+    counts = f", which count from token {begin:,} of the run," if begin else ""
     raise ValueError(
-        f"--curriculum: its phases, which count from token {settings.curriculum_begin:,} of the run, end at "
-        f"{budget:,}, but the run trains on {total:,} ({horizon.num_iterations:,} steps); remove "
-        f"--num-iterations to train as long as the curriculum lasts, name a --curriculum with other "
-        f"durations, or set allow_budget_mismatch: true in it"
+        f"--curriculum: its phases{counts} end at {budget:,}, but the run trains on {total:,} "
+        f"({horizon.num_iterations:,} steps); give its phases {total - begin:,} tokens in total, or train as long as "
+        f"they last with --num-iterations=-1 (the learning rates then follow that length), or set "
+        f"allow_budget_mismatch: true in the curriculum"
     )
 
 

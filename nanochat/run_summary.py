@@ -40,6 +40,10 @@ def print_split(run: Run) -> None:
     for root in sorted({str(manifest["root"]) for manifest in train.values()}):
         if root.startswith("hf://"):  # with the commit, from which the branch may have moved on
             print0(f"data: {root}{_folders_in(train, root)}")
+    roots = {str(manifest["root"]) for manifest in train.values()}
+    for root in sorted({str(manifest["root"]) for manifest in val.values()} - roots):
+        if root.startswith("hf://"):
+            print0(f"data for validation: {root}")
     reads = f"this run trains on {run.horizon.total_tokens:,} tokens"
     is_new = not run.config and settings.val_path is None
     chosen = is_new and last_file_validates(data_at(settings.data_path or ""))

@@ -463,7 +463,8 @@ def _find_again(manifest: Manifest, folder: AnyPath | None) -> Manifest:
         if not path.exists():
             raise FileNotFoundError(
                 f"{path}: this run reads it, but it does not exist{began}; restore it, name its "
-                f"folder with --data-path, or start a new run with other data (--model-tag)"
+                f"folder with --data-path (for validation: --val-path), or start a new run with other data "
+                f"(--model-tag)"
             )
         if is_prepared(entry):  # do not prepare it only to find that it has changed
             _check_same(path, "size", entry["size"], path.stat().st_size, manifest["root"])

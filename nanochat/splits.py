@@ -22,7 +22,7 @@ from itertools import chain
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
-from nanochat.common import AnyPath, counted, each, few
+from nanochat.common import AnyPath, Remote, counted, each, few
 from nanochat.curriculum import Curriculum
 from nanochat.files import (
     BUCKET,
@@ -400,9 +400,14 @@ def _held_out(
 ) -> dict[str, list[AnyPath]]:
     """The training files without those for validation, which a --val-path below the --data-path
     names. ValueError if none are left."""
-    places = {file.resolve() for files in val.values() for file in files}
+
+    def identity(file: AnyPath) -> object:
+        known = file.sha256() if isinstance(file, Remote) else ""  # the same in two revisions
+        return known or file.resolve()
+
+    places = {identity(file) for files in val.values() for file in files}
     rest = {
-        bucket: [file for file in files if file.resolve() not in places]
+        bucket: [file for file in files if identity(file) not in places]
         for bucket, files in train.items()
     }
     rest = {bucket: files for bucket, files in rest.items() if files}

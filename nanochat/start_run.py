@@ -283,8 +283,9 @@ def remember_pins(run_dir: Path) -> None:
 
 def find_tokenizer(settings: Settings, data_path: str) -> Tokenizer:
     """The tokenizer that the settings name; by default tokenizer/ in the data folder, or <base
-    dir>/tokenizer, or the run's own, which a mirror brings to an empty machine. ValueError or
-    FileNotFoundError if none exists."""
+    dir>/tokenizer. Of a run whose data has moved, perhaps with the tokenizer in it, and on an empty
+    machine to which a mirror brings the run, it is the run's own. A fork begins with its parent's.
+    ValueError or FileNotFoundError if none exists."""
     data = data_at(data_path)
     folder = data.folder
     if data.files and len(folder.parts) == 1:  # listed files without a common folder
@@ -294,10 +295,16 @@ def find_tokenizer(settings: Settings, data_path: str) -> Tokenizer:
         return (place / "tokenizer/tokenizer.json").is_file()
 
     place: AnyPath | None = None
-    if has_one(folder):
+    of_run = None
+    with contextlib.suppress(OSError, ValueError):  # another check says what is wrong with its name
+        of_run = _run_that_pins(settings)
+    begins_fork = of_run is not None and of_run != run_path(settings.tag)
+    if begins_fork and of_run and has_one(of_run):  # a fork keeps its parent's
+        place = of_run
+    elif has_one(folder):
         place = folder
-    elif not has_one(get_base_dir()) and has_one(run_path(settings.tag)):
-        place = run_path(settings.tag)
+    elif of_run and has_one(of_run) and not (has_one(get_base_dir()) and folder.exists()):
+        place = of_run
     elif not has_one(get_base_dir()) and settings.tokenizer is None and settings.data_path:
         # a mistake in the path is named before advice that would repeat it
         list_files(data, settings.data_format)
@@ -562,9 +569,11 @@ def open_run(
     (default: where the newest launch read them). FileNotFoundError if the run has pinned no
     files."""
     settings = Settings.from_json(read_config(run_dir))
-    newest = config_at(run_dir, math.inf).get("data_path")
-    if newest != settings.data_path:
-        data_path = data_path or newest
+    newest = config_at(run_dir, math.inf)
+    if newest.get("data_path") != settings.data_path:
+        data_path = data_path or newest["data_path"]
+    if newest.get("val_path") != settings.val_path:
+        val_path = val_path or newest["val_path"]
     manifests = read_manifests(run_dir / DATA_MANIFEST)
     begin_launch(settings.data_cache)
     remember_pins(run_dir)

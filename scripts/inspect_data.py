@@ -81,7 +81,8 @@ WORST = 3  # rows shown per spike, and documents shown per row
 LEGEND = """\
 lane_row: the row's number in its lane; {loss}at: position in the row; tokens: how many are in the row
 off: how many of them have no loss: the first ones after BOS, which an earlier row holds, too, or masked ones
-(--text shows them as [no loss: ...]); group: part of the file; document, document_in_group: number in file and group
+(--text shows them as [no loss: ...]); group: part of the file; document, document_in_group: number among those of the
+file and group that the run trains on, which are fewer with --val-fraction or --min-chars; line: in your own file
 epoch: pass over the data; start, stop: its tokens from start to before stop; of: all it has; numbers count from 0"""
 FIND_LEGEND = """\
 epoch: pass over the data; row: its number in the step; lane: the virtual reader; start, stop: its tokens from start
@@ -879,12 +880,16 @@ def show_find(opened: Opened, args: argparse.Namespace) -> int:
     ancestry = Ancestry(opened)
     losses_of = lru_cache(None)(ancestry.losses)
     legends: dict[str, None] = {}
-    for traced in named_documents(ancestry, args):
+    shown = named_documents(ancestry, args)
+    in_a_row = 0  # documents of which a row has all of the text
+    for traced in shown:
         split, document, _ = traced
         source = (opened.data.train if split == "train" else opened.data.val)[document.bucket]
         left_out = seen.is_masked(source, document)
         ids, words, origin = content_of(opened, source, document)
         passes = passes_of(opened, traced, ids, losses_of, args.text)
+        uses = [use for of_epoch in passes for use in of_epoch["uses"]]
+        in_a_row += any(use.get("has_text") for use in uses)
         if args.json:
             head = {
                 "document": document.name,
@@ -905,6 +910,8 @@ def show_find(opened: Opened, args: argparse.Namespace) -> int:
         reason = remark(opened, traced, left_out)
         if reason:
             print(reason)
+    if args.text and not args.json and len(shown) > 1:
+        print(f"{visible(args.text)!r}: a row has all of it for {in_a_row} of these {len(shown)}")
     for legend in filter(None, legends):
         print(legend)
     return 0

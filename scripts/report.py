@@ -276,7 +276,8 @@ def launches_part(run: RunReader) -> list[str]:
 
 def data_part(run: RunReader) -> list[str]:
     """The files, and the ledger."""
-    header = ("bucket (split)", "folder", "files", "bytes", "documents")
+    # with --val-fraction, both splits name the same files
+    header = ("bucket (split)", "folder", "files", "bytes of the files", "documents of this split")
     lines = markdown(header, run.files())
     ledger, columns, rows = ledger_table(*run.ledger())
     if not rows:

@@ -84,7 +84,8 @@ def find(name: str) -> Path:
             if "did you mean" not in str(e):
                 request_stop(path)
                 raise FileNotFoundError(
-                    f"{e}; if its first launch is starting now, it stops as soon as it has started"
+                    f"{e}; if its first launch is starting now, it stops as soon as it has started (the request "
+                    f"is in {path})"
                 ) from None
         raise
 

@@ -86,7 +86,7 @@ MIX = ONE + "- duration_tokens: 1\n  mix: "
         ("curriculum:\n- web\n", "phase 1: expected an object, got a string"),
         (
             ONE + "- mix: {web: 1}\n",
-            "phase 2: duration_tokens: expected a whole number or a number or a string, got",
+            "phase 2: duration_tokens: missing, expected a whole number >= 1",
         ),
         (
             ONE + "  duration_token: 4\n",
@@ -96,7 +96,7 @@ MIX = ONE + "- duration_tokens: 1\n  mix: "
         (FOR + "0.5\n", "duration_tokens: got 0.5"),
         (FOR + "1e19\n", "duration_tokens: got"),
         (FOR + ".inf\n", "got inf"),
-        (FOR + "true\n", "got true or false"),
+        (FOR + "true\n", "got True"),
         (
             FOR + "2020-01-01\n",
             "2020-01-01 is a date, which is not plain text or a number; put it in quotes",

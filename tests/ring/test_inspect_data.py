@@ -185,9 +185,9 @@ def test_text_is_that_of_the_rows_tokens(corpus, monkeypatch):
     assert table.split()[:4] == ["step", "row", "lane", "lane_row"] and "--row=N" not in table
     monkeypatch.setattr(inspect_data, "LINES", 5)
     many = run("rows", "--step=3", "--text", *stream_flags(corpus, "split")).splitlines()
-    assert len(many) == 1 + 2 * 5 + 1 + 4 and many[-5].startswith("5 of the step's ")
-    assert many[-4:] == table.splitlines()[-4:]
-    legend = "; " + "; ".join(many[-4:])
+    assert len(many) == 1 + 2 * 5 + 1 + 5 and many[-6].startswith("5 of the step's ")
+    assert many[-5:] == table.splitlines()[-5:]
+    legend = "; " + "; ".join(many[-5:])
     unexplained = [name for name in many[0].split() if not re.search(rf"[,;] {name}[,:]", legend)]
     assert unexplained == ["step", "row", "lane", "bucket", "file"], "explained by the name itself"
 

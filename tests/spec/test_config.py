@@ -157,6 +157,9 @@ def test_each_setting_alone_is_allowed_or_refused_as_promised(kind, name):
     if rule["decides"]:
         with pytest.raises(ValueError, match=re.escape(flag(name).replace("--no-", "--"))):
             resume_settings(run, command, run_dir=RUN_DIR)
+    elif name == "val_path":  # automatic: the command that leaves it out has the run's
+        settings, notices = resume_settings(run, command, run_dir=RUN_DIR)
+        assert settings == replace(command, val_path=run["val_path"]) and not notices
     else:
         settings, notices = resume_settings(run, command, run_dir=RUN_DIR)
         assert settings == command and [*notices.values()] == [rule["note"]]

@@ -329,6 +329,15 @@ def test_another_tokenizer_is_refused(workplace):
     assert "tokenizer" in message and "--init-from=parent@4" in message
 
 
+def test_a_fork_begins_with_the_tokenizer_of_its_parent_whatever_the_default_one_is(workplace):
+    """Regression: on another machine, with another default tokenizer, the fork was refused."""
+    shutil.rmtree(workplace / "tokenizer")
+    other = RustBPETokenizer.train_from_iterator(training.texts(50, seed=3), 300)
+    other.save(workplace / "tokenizer")
+    fork()
+    assert digests("child", AT) == digests("parent")[AT:]
+
+
 def test_without_a_name_a_fork_is_refused():
     assert "--model-tag=NAME" in fork(run=training.refuse, model_tag=None)
 

@@ -191,6 +191,15 @@ def test_a_resume_with_prepared_parts_asks_the_hub_nothing(hub):
     assert "at step 2" in train(val_fraction=0.3, resume="run@2").out and not hub.seen
 
 
+def test_what_val_path_names_is_held_out_also_in_another_commit(hub, made):
+    """Regression: the model was trained on it if only one of the two paths named a commit."""
+    file = "data/shard_0.parquet"
+    hub.commit("own/set", {**made.files, "README.md": b"newer"})
+    splits = split_train_val(data_at(f"{SET}@{made.commit}"), data_at(f"{SET}/{file}"))
+    named = [path.name for path in splits["train"]["data"]]
+    assert len(named) == 3 and "shard_0.parquet" not in named
+
+
 def test_a_new_run_reads_the_newest_commit(hub, made):
     train(num_iterations=1)
     newest = hub.commit("own/set", newer(made.files))

@@ -9,11 +9,13 @@ import sys
 from contextlib import closing
 from functools import partial
 from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
+from nanochat.common import read_json
 from nanochat.dataloader import OFF, DataLoader
 from nanochat.files import BUCKET, data_at
 from nanochat.find import find_document, groups_of
@@ -285,6 +287,27 @@ def test_after_a_launch_that_named_the_moved_data_no_command_needs_to_name_it(ru
     data = run_dir.parents[1] / "data"
     training.succeed(data_path=data.rename(data.with_name("moved")), num_iterations=9)
     assert run("rows", run_dir, "--step=3") == before
+
+
+def test_nor_if_validation_data_of_its_own_was_moved_too(tmp_path):
+    """Regression: the files for validation were looked for below the --data-path. A resume that
+    leaves --val-path out has that of the run."""
+    with training.workplace(tmp_path / "base", **training.SMALL, num_iterations=2) as base:
+        places = {"data_path": base / "data", "val_path": base / "held"}
+        training.write_shard(base / "held/a.parquet", training.texts(24, seed=5))
+        training.succeed(**places)
+        training.succeed(data_path=base / "data", num_iterations=3)
+        moved = {
+            name: path.rename(path.with_name(f"new-{path.name}")) for name, path in places.items()
+        }
+        training.succeed(**moved, num_iterations=4)
+        run("rows", training.run_dir(), "--step=3")
+        assert command(receipt.main, str(training.run_dir())).code == 0
+        with mock.patch.object(training, "flags", lambda **named: training.as_flags(named)):
+            training.succeed(fork_from="run", model_tag="child", num_iterations=6)
+        settings = read_json(training.run_dir("child") / "config.json")
+        assert {name: settings[name] for name in moved} == {k: str(v) for k, v in moved.items()}
+        run("rows", training.run_dir("child"), "--step=5")
 
 
 def test_a_run_takes_no_other_flags_of_training(run_dir):

@@ -37,10 +37,10 @@ def print_split(run: Run) -> None:
         files = counted(len(files_of(train)), ".bin file")
         print0(f"data: {files}, each with documents for training and for validation")
         return
-    for root in sorted({str(manifest["root"]) for manifest in train.values()}):
+    roots = {str(manifest["root"]) for manifest in train.values()}
+    for root in sorted(roots):
         if root.startswith("hf://"):  # with the commit, from which the branch may have moved on
             print0(f"data: {root}{_folders_in(train, root)}")
-    roots = {str(manifest["root"]) for manifest in train.values()}
     for root in sorted({str(manifest["root"]) for manifest in val.values()} - roots):
         if root.startswith("hf://"):
             print0(f"data for validation: {root}")

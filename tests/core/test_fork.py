@@ -338,6 +338,16 @@ def test_a_fork_begins_with_the_tokenizer_of_its_parent_whatever_the_default_one
     assert digests("child", AT) == digests("parent")[AT:]
 
 
+def test_a_resume_whose_data_was_moved_with_its_tokenizer_names_the_data(workplace):
+    """Regression: it blamed the default tokenizer, which it took instead."""
+    shutil.rmtree(workplace / "tokenizer")
+    other = RustBPETokenizer.train_from_iterator(training.texts(50, seed=3), 300)
+    other.save(workplace / "tokenizer")
+    (workplace / "data").rename(workplace / "moved")
+    message = training.refuse(model_tag="parent", num_iterations=STEPS + 2)
+    assert "does not exist" in message and "tokenizer" not in message
+
+
 def test_without_a_name_a_fork_is_refused():
     assert "--model-tag=NAME" in fork(run=training.refuse, model_tag=None)
 

@@ -314,12 +314,11 @@ def files_of_fork(parent: Parent, settings: Settings) -> Manifests:
             listed = settings.without_documents
             same["train"] = whole if listed is None else leave_out(whole, listed)
         return same
-    list_files(
-        data_at(settings.data_path or ""), settings.data_format
-    )  # raises if it names nothing
+    data = data_at(settings.data_path or "")
+    list_files(data, settings.data_format)  # a path that names nothing is an error of its own
     val: dict[str, Manifest] = {}
     if "val_path" not in fork.changes:
-        val = _validation_of(parent, data_at(settings.data_path or "").folder)
+        val = _validation_of(parent, data.folder)
     evaluated = []  # the files of validation, which are no training data
     if val and settings.val_fraction == 0:
         entries = [entry for manifest in val.values() for entry in manifest["files"]]

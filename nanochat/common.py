@@ -584,9 +584,24 @@ def get_dist_info() -> tuple[bool, int, int, int]:
     return True, rank, local_rank, world_size
 
 
+def _bars() -> Any:
+    """The class tqdm, or None if it is not imported: then there is no bar."""
+    return getattr(sys.modules.get("tqdm"), "tqdm", None)
+
+
+def _own_lock_of_bars() -> None:
+    """Give a forked process its own lock. tqdm's is shared with the parent, and if the child is
+    killed while it prints, the parent waits for it for ever."""
+    if tqdm := _bars():
+        tqdm.set_lock(threading.RLock())
+
+
+os.register_at_fork(after_in_child=_own_lock_of_bars)
+
+
 def bars_hidden() -> contextlib.AbstractContextManager[None]:
     """A context for printing, without the progress bars that are on the terminal."""
-    tqdm = getattr(sys.modules.get("tqdm"), "tqdm", None)  # not imported: there is no bar
+    tqdm = _bars()
     return contextlib.nullcontext() if tqdm is None else tqdm.external_write_mode()
 
 

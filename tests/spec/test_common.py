@@ -1,6 +1,9 @@
 """Shared helpers: the base directory, text that is safe to print, and JSON that may be damaged."""
 
 import json
+import os
+import subprocess
+import sys
 
 import pytest
 
@@ -132,3 +135,29 @@ def test_a_stop_reaches_the_threads_below_and_no_others():
 def test_an_inner_reason_does_not_hide_the_outer_one():
     with stops_if(lambda: "SIGTERM"), stops_if(lambda: ""):
         assert stop_reason() == "SIGTERM"
+
+
+KILLED_WHILE_PRINTING = """
+import os, signal
+from tqdm import tqdm
+from nanochat.common import print0
+print0("before")
+child = os.fork()
+if child == 0:
+    with tqdm.external_write_mode():
+        os.kill(os.getpid(), signal.SIGKILL)
+os.waitpid(child, 0)
+print0("alive")
+"""
+
+
+def test_a_forked_process_that_is_killed_while_it_prints_does_not_silence_its_parent():
+    done = subprocess.run(
+        [sys.executable, "-c", KILLED_WHILE_PRINTING],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**os.environ, "RANK": "0"},
+        check=True,
+    )
+    assert done.stdout == "before\nalive\n"

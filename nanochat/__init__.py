@@ -24,8 +24,8 @@ Files and text:
     prepare          other text to parquet, once        pretokenize      text to token files, once
     dataset          nanochat's names; download
 
-The stream: `curriculum` mixes buckets, `plan` says when one runs dry, `find` where a document is;
-`seen` (with `ngrams`) says which items of a benchmark a run has trained on.
+The stream: `curriculum` mixes buckets, `plan` says when one runs dry (in words: `plan_report`),
+`find` where a document is; `seen` (with `ngrams`) which items of a benchmark a run has trained on.
 
 Training: `schedule`, `spikes`, `steps` (plain values), `loss_eval` and `evaluations` (between steps),
 `core_eval` (CORE), `engine` (generation).

@@ -23,7 +23,6 @@ that are too long), make a plan. They keep it in RUN/plan.json for a resume. scr
 every run except those in an order of samples, which refuse to start with too few of them.
 """
 
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -32,7 +31,7 @@ from typing import Any, NamedTuple, Protocol, TypedDict, get_type_hints
 import numpy as np
 from tqdm import tqdm
 
-from nanochat.common import check_shape, check_stop, print0, read_json, table
+from nanochat.common import check_shape, check_stop, read_json
 from nanochat.config import Settings
 from nanochat.order import StreamConfig, open_order
 from nanochat.packing import Piece
@@ -42,29 +41,21 @@ from nanochat.run_order import stream_config
 from nanochat.schedule import Horizon
 from nanochat.sources import RunData, Source
 from nanochat.stream import (
-    MUCH_CROPPED,
     Cursor,
     DocumentKey,
     Feed,
     LaneState,
     Stream,
     ledger,
-    reading_notes,
-    refuse_cropping,
-    sample_lengths,
     token_share,
 )
-
-log = logging.getLogger(__name__)
 
 # this many times the requested tokens suffice, even if half are cropped and lanes' shares differ
 FAR = 4
 SHARE_DOCUMENTS = 1024  # with at least this many documents, lanes' shares are similar
 SAMPLE_ROWS = 4096  # rows packed from a bucket that is not rehearsed
-DRY_WAYS = (
-    "shorten the run, give the bucket less weight, allow more passes (max_epochs in the curriculum), or "
-    "continue without it once it is dry (--allow-bucket-exhaustion)"
-)
+SAMPLE_DOCUMENTS = 64  # documents sampled from a group to estimate its lengths
+SAMPLE_TOKENS = 1 << 20  # of them that are read at once
 
 
 @dataclass(frozen=True)
@@ -182,6 +173,23 @@ def read_plan(path: Path) -> Plan:
 
 
 # ---- lengths in place of tokens ------------------------------------------------------------------
+
+
+def sample_lengths(source: Source) -> np.ndarray:
+    """(n,) int64: lengths, BOS included, of documents sampled from a source.
+
+    The first documents in each of up to 8 groups spread over the source.
+    """
+    lengths: list[int] = []
+    num_groups = len(source.groups)
+    sampled = np.linspace(0, num_groups - 1, min(8, num_groups)).astype(int)
+    for group in sampled.tolist():
+        num_documents = min(SAMPLE_DOCUMENTS, int(source.groups[group]))
+        at_once = max(1, SAMPLE_TOKENS // int(source.means[group]))  # books would fill the memory
+        for first in range(0, num_documents, at_once):
+            rows = np.arange(first, min(first + at_once, num_documents))
+            lengths += [len(document.ids) for document in source.read(group, rows)]
+    return np.array(lengths)
 
 
 class Lengths:
@@ -525,7 +533,7 @@ def _phases(
     return phases
 
 
-# ---- reports -------------------------------------------------------------------------------------
+# ---- of a run ------------------------------------------------------------------------------------
 
 
 class Starting(Protocol):
@@ -545,65 +553,6 @@ class Starting(Protocol):
     def cursors(self) -> Sequence[Cursor] | None: ...
     @property
     def step(self) -> int: ...
-
-
-def rehearse(start: Starting, data: RunData) -> Plan:
-    """Make and print the plan of a run that is starting.
-
-    ValueError if an exact plan halts, unless --plan=warn.
-    """
-    plan = make_run_plan(start, data)
-    print0("\n".join(plan_lines(plan)))
-    why = problem(plan) or refusal(plan, start)
-    if why and start.settings.plan == "error":
-        raise ValueError(why)
-    for line in filter(None, [*warnings(plan), why, likely_problem(plan)]):
-        log.warning("%s", line)
-    return plan
-
-
-def print_passes(start: Starting, data: RunData) -> None:
-    """For a run without a curriculum: print the size of its data in tokens and its passes over
-    them, estimated from a few hundred documents. Its data cannot run dry, so only `binned` rows
-    need a plan. ValueError with --plan=error if nearly all of a new run's tokens would be
-    cropped."""
-    settings = start.settings
-    [source] = data.train.values()
-    T = settings.max_seq_len
-    lengths = sample_lengths(source)
-    # the part of each document that follows its first full row
-    beyond = np.maximum(lengths - T - 1, 0)
-    cropped = repeated = 0.0
-    if settings.packing == "bestfit" and settings.long_docs == "crop":
-        cropped = float(beyond.sum() / lengths.sum())
-    elif settings.packing == "bestfit":
-        # each continuation is BOS, overlap and up to T - overlap new tokens
-        again = (settings.overlap + 1) * float(np.ceil(beyond / (T - settings.overlap)).sum())
-        repeated = again / (again + float(lengths.sum()))
-    why = refuse_cropping("its data", cropped)
-    if why and settings.plan == "error" and not start.config:
-        raise ValueError(why)
-    mean = float(lengths.mean()) - 1  # without BOS
-    tokens = round(float(source.groups.sum()) * mean)
-    trained = start.horizon.total_tokens
-    taken = trained * (1 - repeated) / (1 - cropped)
-    passes = f"{taken / tokens:.2g}"
-    if taken < tokens / 2:
-        often = "less than half of them"
-    elif passes == "1":
-        often = "them once"
-    else:
-        often = f"them {passes} times"
-    print0(f"data: about {tokens:,} tokens; this run reads {often}")
-    for line in reading_notes(
-        "its data",
-        trained=trained,
-        tokens=tokens,
-        passes=taken / tokens,
-        cropped=cropped,
-        repeated=repeated,
-    ):
-        log.warning("%s", line)
 
 
 def make_run_plan(start: Starting, data: RunData) -> Plan:
@@ -640,124 +589,3 @@ def make_run_plan(start: Starting, data: RunData) -> Plan:
         first_step=fork.step if fork else 0,
         begin=begin,
     )
-
-
-def problem(plan: Plan) -> str:
-    """A sentence that says why the run will not reach its last step.
-
-    Empty if it will, and for an estimate.
-    """
-    if not plan.halt or plan.estimate:
-        return ""
-    why = f"the run halts before step {plan.steps:,} of {plan.num_steps:,}: {plan.halt}"
-    if plan.allowed:
-        return f"{why}; shorten the run, or allow more passes (max_epochs)"
-    return f"{why}; {DRY_WAYS}, or train up to that step with --plan warn"
-
-
-def refusal(plan: Plan, start: Starting) -> str:
-    """A sentence that says why a new run should not start although it could; empty if it should."""
-    is_new = not start.config
-    if not plan.crops or not is_new or start.settings.plan != "error":
-        return ""
-    about = "about " if plan.estimate else ""
-    for name, bucket in plan.buckets.items():
-        why = refuse_cropping(_data_of(plan, name), bucket.cropped, about)
-        if why:
-            return why
-    return ""
-
-
-def _data_of(plan: Plan, bucket: str) -> str:
-    """How sentences name the data of a bucket."""
-    return "its data" if len(plan.buckets) == 1 else f"bucket {bucket!r}"
-
-
-def warnings(plan: Plan) -> list[str]:
-    """Warnings before the start, one sentence each."""
-    dry = []
-    notes = []
-    for name, bucket in plan.buckets.items():
-        notes += reading_notes(
-            _data_of(plan, name),
-            trained=bucket.trained,
-            tokens=bucket.tokens,
-            about="about " if plan.estimate else "",
-            passes=0.0 if bucket.max_epochs else bucket.passes,
-            cropped=bucket.cropped if plan.crops else 0.0,
-            repeated=bucket.repeated,
-        )
-        if bucket.dry_step is None or bucket.usable is None:
-            continue
-        probably = "probably " if plan.estimate else ""
-        line = (
-            f"bucket {name!r} {probably}runs dry at step {bucket.dry_step:,}: the mix requests {bucket.asked:,} "
-            f"tokens, and {bucket.usable:,} are usable with {plan.V} lanes"
-        )
-        if bucket.repeated > 0.005:
-            line += f" ({bucket.repeated:.0%} of them overlap)"
-        if plan.crops and 0.005 < bucket.cropped <= MUCH_CROPPED:
-            line += f"; {bucket.cropped:.1%} are cropped (--long-docs=split would use them)"
-        dry.append(f"{line}; fewer --lanes may use more of it")
-    return dry + notes
-
-
-def likely_problem(plan: Plan) -> str:
-    """A sentence that says why the run will probably not reach its last step.
-
-    Empty if it probably will, and for an exact plan.
-    """
-    if not plan.halt or not plan.estimate:
-        return ""
-    return f"by this estimate, the run halts before step {plan.steps:,} of {plan.num_steps:,}; {DRY_WAYS}"
-
-
-def plan_lines(plan: Plan) -> list[str]:
-    """The plan as lines of text."""
-    tokens_per_step = plan.rows_per_step * plan.T
-    title = f"plan: {plan.num_steps:,} steps of {tokens_per_step:,} tokens from {plan.V} lanes"
-    first_step = plan.phases[0]["first_step"]
-    if first_step:
-        title += f", from step {first_step:,} on"
-    if plan.estimate:
-        title += ", estimated from a sample of the text"
-    tables = _buckets_table(plan)
-    if len(plan.phases) > 1 or len(plan.buckets) > 1:
-        tables = _phases_table(plan) + tables
-    return [title, *(f"  {line}" for line in tables)]
-
-
-def _phases_table(plan: Plan) -> list[str]:
-    """When each phase begins, and what it mixes."""
-    rows = []
-    for number, phase in enumerate(plan.phases, 1):
-        tokens = phase["tokens"]
-        shares = [f"{asked / max(1, tokens):.1%}" for asked in phase["asked"].values()]
-        rows.append([number, phase["first_step"], tokens, *shares])
-    return table(["phase", "from step", "tokens", *plan.buckets], rows)
-
-
-def _buckets_table(plan: Plan) -> list[str]:
-    """What the run takes from each bucket."""
-    lines: list[dict[str, Any]] = []
-    for name, bucket in plan.buckets.items():
-        num_emitted = bucket.account["rows"] * (plan.T + 1)
-        padded = bucket.account["padded"] / max(1, num_emitted)
-        is_exact = bucket.exact and not plan.estimate
-        limit = f" of {bucket.max_epochs}" if bucket.max_epochs else ""
-        line = {
-            "bucket": name,
-            "documents": bucket.documents,
-            "tokens": bucket.tokens,
-            "requested": bucket.asked,
-            "trained": bucket.trained,
-            "usable": bucket.usable,
-            "passes": f"{bucket.passes:.2f}{limit}",
-            "cropped %": f"{100 * bucket.cropped:.2f}",
-            "repeated %": f"{100 * bucket.repeated:.2f}",
-            "padded %": f"{100 * padded:.2f}",
-            "figures": "exact" if is_exact else "about",
-            "dry at step": bucket.dry_step,
-        }
-        lines.append(line)
-    return table([*lines[0]], [[*line.values()] for line in lines])

@@ -81,7 +81,7 @@ from nanochat.fork import (
     note_length,
 )
 from nanochat.pins import DATA_MANIFEST, Manifests, bare, leave_out, read_manifests
-from nanochat.plan import print_passes, rehearse
+from nanochat.plan_report import print_passes, rehearse
 from nanochat.run_dir import (
     CONFIG_NAME,
     PLAN_NAME,

@@ -42,10 +42,6 @@ from nanochat.sources import Source
 from nanochat.tokenizer import TokenizerSettings
 
 FORMAT = 5  # of cursors
-SAMPLE_DOCUMENTS = 64  # documents sampled from a group to estimate its lengths
-SAMPLE_TOKENS = 1 << 20  # of them that are read at once
-MUCH_CROPPED = 0.1  # a larger share of cropped tokens causes a warning
-MOST_CROPPED = 0.9  # a larger share is refused, unless --plan says otherwise
 LEDGER = {  # of a bucket; all but the last three count tokens
     "read": "of the documents that were read, as stored",
     "bos": "put in front of documents and of their continuations",
@@ -480,72 +476,6 @@ def token_share(account: Mapping[str, int], name: str) -> float:
     """
     left = account["emitted"] + account["cropped"]
     return account[name] / max(1, left)
-
-
-def sample_lengths(source: Source) -> np.ndarray:
-    """(n,) int64: lengths, BOS included, of documents sampled from a source.
-
-    The first documents in each of up to 8 groups spread over the source.
-    """
-    lengths: list[int] = []
-    num_groups = len(source.groups)
-    sampled = np.linspace(0, num_groups - 1, min(8, num_groups)).astype(int)
-    for group in sampled.tolist():
-        num_documents = min(SAMPLE_DOCUMENTS, int(source.groups[group]))
-        at_once = max(1, SAMPLE_TOKENS // int(source.means[group]))  # books would fill the memory
-        for first in range(0, num_documents, at_once):
-            rows = np.arange(first, min(first + at_once, num_documents))
-            lengths += [len(document.ids) for document in source.read(group, rows)]
-    return np.array(lengths)
-
-
-def reading_notes(
-    data: str,
-    *,
-    trained: int,
-    tokens: int,
-    passes: float,
-    cropped: float,
-    repeated: float,
-    about: str = "about ",
-) -> list[str]:
-    """Warnings for a run that trains on `trained` tokens of `data`, which has `tokens`.
-
-    One sentence if many tokens are cropped, and one if the run reads the data clearly more than
-    once. `repeated`: the share of overlap among the trained tokens.
-    """
-    notes = []
-    if cropped > MUCH_CROPPED:
-        notes.append(
-            f"{about}{cropped:.0%} of the tokens of {data} are cropped, because their documents are longer "
-            f"than a row; --long-docs=split crops none, a longer --max-seq-len crops fewer"
-        )
-    if passes > 1.05:  # last, and so just above the verdict
-        twice = ""
-        if repeated > 0.005:
-            twice = f", {repeated:.0%} of them overlaps of split documents"
-        lost = ""
-        if cropped > 0.005:
-            lost = f", {cropped:.0%} of them cropped"
-        notes.append(
-            f"the run reads {data} {about}{passes:.1f} times: it trains on {trained:,} tokens{twice}, and "
-            f"{data} has {about}{tokens:,}{lost}"
-        )
-    return notes
-
-
-def refuse_cropping(data: str, cropped: float, about: str = "about ") -> str:
-    """A sentence that says why a run should not start; empty if at most MOST_CROPPED is cropped.
-
-    Such a run would train on little more than the beginnings of its documents, say on the title
-    pages of books.
-    """
-    if cropped <= MOST_CROPPED:
-        return ""
-    return (
-        f"--long-docs=crop: {about}{cropped:.0%} of the tokens of {data} would be cropped, because each document "
-        f"trains its first row only; use --long-docs=split, or train on the beginnings with --plan=warn"
-    )
 
 
 def stream_identity(

@@ -32,15 +32,8 @@ from nanochat.cli import EXIT_FAILED, Parser, run_main, setup_logging, whole
 from nanochat.common import as_path, counted, local_copy, table
 from nanochat.config import Settings, add_flags, from_flags
 from nanochat.dist import autodetect_device_type
-from nanochat.plan import (
-    Plan,
-    likely_problem,
-    make_run_plan,
-    plan_lines,
-    problem,
-    refusal,
-    warnings,
-)
+from nanochat.plan import Plan, make_run_plan
+from nanochat.plan_report import likely_problem, plan_lines, problem, refusal, warnings
 from nanochat.run_dir import find_run_at, is_run_dir, run_path
 from nanochat.run_order import order_of
 from nanochat.run_owner import check_free

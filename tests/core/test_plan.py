@@ -8,7 +8,8 @@ import pytest
 from nanochat import plan as plan_module
 from nanochat.common import Stop, stops_if
 from nanochat.order import StreamConfig
-from nanochat.plan import BucketPlan, Plan, make_plan, plan_lines, problem, warnings
+from nanochat.plan import BucketPlan, Plan, make_plan
+from nanochat.plan_report import plan_lines, problem, warnings
 from nanochat.sources import open_source, scan
 from nanochat.stream import Stream
 from tests.spec.test_plan import both, curriculum, run, source

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from nanochat.order import open_order
 from nanochat.rows import Row
-from nanochat.stream import Feed, Stream, ledger, reading_notes
+from nanochat.stream import Feed, Stream, ledger
 from tests.toy import (
     MemorySource,
     Ranks,
@@ -179,10 +179,3 @@ def test_a_source_far_away_is_told_what_a_lane_reads_next(max_epochs, expected):
 def test_a_ledger_of_something_else_is_refused():
     with pytest.raises(ValueError, match="cursor of a lane"):
         ledger([{"samples": 1}], T=16)
-
-
-@pytest.mark.parametrize("repeated", [0.0, 0.25])
-def test_many_passes_name_the_share_of_overlaps_if_there_is_one(repeated):
-    known = {"trained": 200, "tokens": 100, "passes": 2.0, "cropped": 0.0}
-    [note] = reading_notes("its data", **known, repeated=repeated)
-    assert ("25% of them overlaps" in note) == (repeated > 0)

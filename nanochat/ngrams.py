@@ -117,14 +117,21 @@ class Batch:
         joined = SEPARATOR.join(folded)
         encoded = joined.encode("utf-32-le", "surrogatepass")
         self._characters = np.frombuffer(encoded, np.uint32)
+
+        # a word is a run of characters of kind 1, or one of kind 2
         kinds = _kinds()[self._characters]
         before = np.zeros_like(kinds)
         before[1:] = kinds[:-1]
         after = np.zeros_like(kinds)
         after[:-1] = kinds[1:]
         is_word = kinds > 0
-        self.begins = np.flatnonzero(is_word & ((kinds == 2) | (before != 1)))
-        self.ends = np.flatnonzero(is_word & ((kinds == 2) | (after != 1))) + 1
+        is_alone = kinds == 2
+        is_first = is_word & (is_alone | (before != 1))
+        is_last = is_word & (is_alone | (after != 1))
+        self.begins = np.flatnonzero(is_first)
+        self.ends = np.flatnonzero(is_last) + 1
+
+        # each text and its separator
         lengths = np.array([len(text) + 1 for text in folded], np.int64)
         self.texts = np.searchsorted(np.cumsum(lengths), self.begins, side="right")
         self.hashes = _range_hashes(self._characters, self.begins, self.ends, CHAR_BASE)
@@ -217,6 +224,8 @@ class Index:
         self._words = lru_cache(4096)(self._words_of_item)
         self.num_words = np.zeros(len(texts), np.int64)
         self.sizes = np.zeros(len(texts), np.int64)
+
+        # the n-grams of all items, batch by batch
         parts: dict[int, list[Table]] = {}
         for first, batch in self._item_batches():
             counts = np.bincount(batch.texts, minlength=batch.num_texts)
@@ -224,6 +233,8 @@ class Index:
             for length in range(min(n, SHORTEST), n + 1):
                 part = self._ngrams_of(batch, first, length)
                 parts.setdefault(length, []).append(part)
+
+        # a table for each length
         of_task = np.array(tasks, np.int64)
         self._tables: dict[int, Table] = {}
         for length, of_length in parts.items():
@@ -262,32 +273,41 @@ class Index:
 
     def find(self, texts: Sequence[str]) -> list[Shared]:
         """The items that share n-grams with a text, for each text."""
-        firsts: dict[tuple[int, int], set[int]] = {}  # {(text, item): first words of n-grams}
+        # {(text, item): first words of their n-grams, and the length of these}
+        firsts: dict[tuple[int, int], set[int]] = {}
         lengths: dict[tuple[int, int], int] = {}
         for pieces in _batches(texts, self.n):
             batch = Batch([piece.folded for piece in pieces])
             for length, table in self._tables.items():
                 for piece, entry in self._common_entries(batch, table, length):
-                    key = pieces[piece].text, int(table.items[entry])
+                    item = int(table.items[entry])
+                    key = pieces[piece].text, item
                     firsts.setdefault(key, set()).add(int(table.words[entry]))
                     lengths[key] = length
+
+        # texts and items in order, each with the first words that they share
         found = []
         for (text, item), of_pair in sorted(firsts.items()):
             first = min(of_pair)
-            words = self._words(item)[first : first + lengths[text, item]]
-            found.append(Shared(text, item, len(of_pair), " ".join(words)))
+            end = first + lengths[text, item]
+            words = " ".join(self._words(item)[first:end])
+            found.append(Shared(text, item, len(of_pair), words))
         return found
 
     def _common_entries(self, batch: Batch, table: Table, n: int) -> Iterator[tuple[int, int]]:
         """(text of the batch, entry of the table) for n-grams that are equal word by word."""
         hashes, first = batch.ngrams(n)
         order = np.argsort(hashes)  # in order, a search in a large table is three times as fast
-        hashes, first = hashes[order], first[order]
+        hashes = hashes[order]
+        first = first[order]
+
+        # the first entry of each hash in the table; the words decide
         entries = np.searchsorted(table.hashes, hashes)
         entries[entries == len(table.hashes)] = 0
         is_candidate = table.hashes[entries] == hashes
         compared: set[tuple[int, str]] = set()
-        for word, entry in zip(first[is_candidate].tolist(), entries[is_candidate].tolist()):
+        candidates = first[is_candidate].tolist()
+        for word, entry in zip(candidates, entries[is_candidate].tolist()):
             words = batch.words(word, n)
             text = int(batch.texts[word])
             key = text, " ".join(words)
@@ -297,8 +317,9 @@ class Index:
             for other in range(entry, len(table.hashes)):
                 if table.hashes[other] != table.hashes[entry]:
                     break
+                item = int(table.items[other])
                 begin = int(table.words[other])
-                if self._words(int(table.items[other]))[begin : begin + n] == words:
+                if self._words(item)[begin : begin + n] == words:
                     yield text, other
 
 
@@ -313,10 +334,14 @@ def _without_common(table: Table, of_task: np.ndarray) -> Table:
     if not len(table.hashes):
         return table
     tasks = of_task[table.items]
+
+    # where the next n-gram of a task begins, and within it the next item
     is_new_ngram = np.ones(len(tasks), bool)
     is_new_ngram[1:] = (np.diff(table.hashes) != 0) | (np.diff(tasks) != 0)
     is_new_item = is_new_ngram.copy()
     is_new_item[1:] |= np.diff(table.items) != 0
+
+    # the number of items that have the n-gram of each entry
     begins = np.flatnonzero(is_new_ngram)
     num_items = np.add.reduceat(is_new_item.astype(np.int64), begins)
     of_entry = num_items[np.cumsum(is_new_ngram) - 1]

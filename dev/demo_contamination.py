@@ -26,7 +26,7 @@ import pyarrow.parquet as pq
 import yaml
 
 from dev.measure import print_setup
-from nanochat import ngrams, seen
+from nanochat import ngrams, run_stream, seen
 from nanochat.cli import Parser, run_main
 from nanochat.common import table
 from nanochat.ngrams import words_of
@@ -174,7 +174,7 @@ def seen_plainly(run_dir: Path, items: Sequence[tuple[str, seen.Item]]) -> set[I
         for at in range(len(words) - length + 1):
             wanted.setdefault(tuple(words[at : at + length]), set()).add((task, item.line))
 
-    opened = inspect_data.open_stream_of(run_dir)
+    opened = run_stream.open_stream_of(run_dir)
     found: set[ItemName] = set()
     with opened.stream_at(0) as stream:
         for _ in range(opened.run.num_steps):

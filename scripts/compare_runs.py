@@ -570,7 +570,7 @@ def explain_left_out(a: Side, b: Side) -> str:
     is_of_ancestor = a.run.fork is not None and step < a.run.fork.step
     if listed_a == listed_b or is_of_ancestor:
         return ""
-    from scripts.inspect_data import open_stream_of, places_in
+    from nanochat.run_stream import open_stream_of, places_in
 
     opened = open_stream_of(a.run.run_dir)
     with opened.stream_at(step) as stream:

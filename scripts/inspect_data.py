@@ -29,43 +29,42 @@ import math
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
-from dataclasses import asdict, dataclass, replace
-from functools import lru_cache, partial
+from dataclasses import asdict, replace
+from functools import lru_cache
 from itertools import groupby, islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
-from tqdm import tqdm
 
-from nanochat import run_history, seen
+from nanochat import seen
 from nanochat.cli import EXIT_FAILED, Parser, run_main, setup_logging, whole
-from nanochat.common import counted, few, show, table, visible
+from nanochat.common import counted, show, table, visible
 from nanochat.config import Settings, add_flags, flag, from_flags
-from nanochat.dataloader import StepLayout
 from nanochat.find import (
     DocumentPlace,
-    History,
-    Pass,
-    Use,
     announce_search,
     documents_with,
     find_document,
-    sample_passes,
 )
-from nanochat.order import StreamConfig
-from nanochat.pins import is_prepared
 from nanochat.rows import Row
 from nanochat.run_dir import find_run, finite, is_run_dir
 from nanochat.run_order import stream_config
 from nanochat.run_reader import RunReader, ledger_table, unbalanced
-from nanochat.sources import Place, RunData, Source
+from nanochat.run_stream import (
+    Opened,
+    first_words,
+    ids_of,
+    open_stream_of,
+    places_in,
+    row_means,
+    step_digests,
+)
+from nanochat.run_uses import Ancestry, Traced, content_of, fate, find_items
 from nanochat.spikes import ENOUGH, NORMAL, WINDOW
-from nanochat.start_run import command, find_data, inspect_run, open_run
-from nanochat.stream import AnyStream, Cursor, Stream, ledger, open_stream
-from nanochat.text import text_suffix
+from nanochat.start_run import command, find_data, inspect_run
+from nanochat.stream import AnyStream, ledger
 from nanochat.tokenizer import Tokenizer
 from scripts.receipt import open_receipt
 
@@ -96,80 +95,10 @@ first step that trained on the item; loss after: at the last later one; steps: t
 n: words of an n-gram; in the data: items that share one with a training document; seen: items that the model learned
 one of; numbers count from 0, lines from 1"""
 JUDGED = ("loss", "grad_norm")  # the numbers of a step in which spikes are looked for
-WORDS = 60  # characters shown from the beginning of a document
 PLACES = ("data_path", "val_path")  # the settings that a run may also get here
-MovedTo = tuple[str | None, str | None]  # the values of PLACES; None: where the run read it
-NOT_MOVED: MovedTo = (None, None)
 
 
-# ---- a stream that can be entered at any step ---------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Opened:
-    """The stream of a run, of a receipt or of flags; for the last two, `run` has no directory.
-    `begin`: the cursors of the first step, unless the run starts at the beginning of the data."""
-
-    run: RunReader
-    data: RunData
-    config: Any
-    rows_per_step: int
-    begin: list[Cursor] | None = None
-    first_step: int = 0  # of the run; a fork has those before it in its parent
-    moved_to: MovedTo = NOT_MOVED
-
-    @property
-    def rows_per_lane(self) -> int:
-        return self.rows_per_step // self.config.V
-
-    @property
-    def has_lines(self) -> bool:
-        """Whether documents come from lines of files that were prepared (nanochat/prepare.py)."""
-        manifests = self.data.manifests["train"].values()
-        return any(is_prepared(entry) for manifest in manifests for entry in manifest["files"])
-
-    def _who_took(self, step: int) -> str:
-        """Which run took a step before this run began, in words."""
-        if not is_run_dir(self.run.run_dir):  # a receipt
-            return "ask the run that it continues"
-        stretches = run_history.history_of(self.run)
-        owner = max(stretches, key=lambda stretch: (stretch.first <= step, stretch.first))
-        gone = ", which no longer exists" if owner.run is None else ""
-        return f"ask {owner.name}{gone}, whose step {step} it continues"
-
-    @contextmanager
-    def stream_at(self, step: int) -> Iterator[Any]:
-        """The stream of all lanes after `step` steps. A ValueError, even one raised while the
-        caller reads, names the saved cursors that packing began with, because they may be
-        damaged."""
-        if step < self.first_step:
-            raise ValueError(
-                f"step {step}: {self.run.name} begins with step {self.first_step}; {self._who_took(step)}"
-            )
-        saved = self.run.nearest_cursors(step)
-        done, cursors = saved or (self.first_step, self.begin)
-        lanes = range(self.config.V)
-        fingerprint = self.data.tokenizer.fingerprint
-        try:
-            with closing(
-                open_stream(
-                    self.config,
-                    self.data.train,
-                    lanes,
-                    cursors=cursors,
-                    tokenizer=fingerprint,
-                    drop_dry=True,
-                )
-            ) as stream:
-                for _ in tqdm(
-                    range(step - done), desc=f"packing from step {done}", unit="step", disable=None
-                ):
-                    stream.next_rows(self.rows_per_lane)
-                yield stream
-        except ValueError as e:
-            if not saved:
-                raise ValueError(str(e)) from None
-            raise ValueError(f"{e} (packed from {self.run.cursor_files[done]})") from None
+# ---- what the command line names -----------------------------------------------------------------
 
 
 def check_needs_no_run(args: argparse.Namespace, is_receipt: bool) -> None:
@@ -224,15 +153,6 @@ def open_stream_of_receipt(receipt: Path, settings: Settings, args: argparse.Nam
     return Opened(RunReader(receipt), *open_receipt(receipt, settings, last))
 
 
-def open_stream_of(run_dir: Path, moved_to: MovedTo = NOT_MOVED) -> Opened:
-    """The stream of a run. ValueError or FileNotFoundError if its data has changed or is
-    missing."""
-    data, config, settings = open_run(run_dir, *moved_to)
-    run = RunReader(run_dir)
-    rows_per_step = settings.total_batch_size // config.T
-    return Opened(run, data, config, rows_per_step, first_step=run.first_step, moved_to=moved_to)
-
-
 def warn_untrained(opened: Opened, last: int) -> None:
     """Warn if the run has not trained step `last` yet."""
     trained = max(opened.run.digests, default=-1) + 1
@@ -245,24 +165,6 @@ def warn_untrained(opened: Opened, last: int) -> None:
 
 
 # ---- digests ------------------------------------------------------------------------------------
-
-
-def step_digests(opened: Opened, steps: range, W: int) -> Iterator[tuple[int, list[int]]]:
-    """(step, [each rank's part of its digest]) for W ranks. ValueError if the data ends before the
-    last step."""
-    rank_of: dict[int, int] = {}  # by lane
-    for rank in range(W):
-        layout = StepLayout(opened.config.V, opened.rows_per_step, 1, rank, W)
-        rank_of |= dict.fromkeys(layout.lanes, rank)
-    with opened.stream_at(steps.start) as stream:
-        for step in steps:
-            rows = stream.next_rows(opened.rows_per_lane)
-            if len(rows) < opened.rows_per_step:
-                raise ValueError(f"step {step}: the data runs out before this step")
-            parts = [0] * W
-            for i, row in enumerate(rows):
-                parts[rank_of[row.lane]] += row.digest(i)
-            yield step, [part % 2**64 for part in parts]
 
 
 def show_digests(opened: Opened, args: argparse.Namespace) -> int:
@@ -293,65 +195,6 @@ def show_digests(opened: Opened, args: argparse.Namespace) -> int:
 
 
 # ---- rows ---------------------------------------------------------------------------------------
-
-
-def places_in(opened: Opened, stream: AnyStream, row: Row) -> list[dict[str, Any]]:
-    """The documents of a row. Tokens `start` to `stop` - 1 of a document, which has `of` tokens and
-    BOS as token 0, are in the row from position `at` on. `tokens` also counts the BOS that is put
-    in front of a continuation."""
-    if not isinstance(stream, Stream):  # Megatron's order
-        return stream.describe(row)  # type: ignore[attr-defined]
-    source = opened.data.train[row.bucket]
-    is_bestfit = opened.config.layout == "bestfit"
-    at = 0
-    documents = []
-    for (epoch, group, number), start, length, _ in row.placed:
-        name, local = source.locate(group)
-        [document] = source.read(group, np.array([number]))
-        earlier_groups = source.groups[group - local : group]  # of the same file
-        inserted = 1 if is_bestfit and start > 0 else 0
-        off = 0
-        if row.live is not None:
-            live = row.live[at : at + length]
-            off = int((live == 0).sum())
-        place = {
-            "at": at,
-            "tokens": length,
-            "off": off,
-            "file": name,
-            "group": local,
-            "document": int(earlier_groups.sum()) + number,
-            "document_in_group": number,
-            "epoch": epoch,
-            "start": start,
-            "stop": start + length - inserted,
-            "of": len(document.ids),
-        }
-        if opened.has_lines:
-            origin = source.origin_of(group, number)
-            place["line"] = origin and origin.line
-            if origin and text_suffix(origin.file) == ".txt":  # the document is many lines of it
-                before = opened.data.tokenizer.decode(document.ids[:start].tolist())
-                place["line"] = origin.line + before.count("\n")
-        documents.append(place)
-        at += length
-    return documents
-
-
-def row_means(run: RunReader, step: int) -> list[float | None]:
-    """The mean loss over the live targets of each row of a step; None for a row without live
-    targets. FileNotFoundError if the run recorded no row losses, ValueError if the record is
-    corrupt."""
-    means = []
-    for total, targets in zip(*run.row_losses.read(step)):
-        means.append(float(total / targets) if targets else None)
-    return means
-
-
-def ids_of(row: Row, place: Mapping[str, Any]) -> np.ndarray:
-    """The ids of a row that belong to one of its documents, given as in `describe`."""
-    begin = place["at"]
-    return row.tokens[begin : begin + place["tokens"]]
 
 
 def text_lines(tokenizer: Tokenizer, row: Row, place: Mapping[str, Any]) -> list[str]:
@@ -441,15 +284,6 @@ def print_rows(lines: list[dict[str, Any]], texts: list[list[str]], *, whole_row
             f"{num_shown} of the step's {len(body):,} pieces of documents; --row=N shows all of one row, "
             f"--json (with --text) everything"
         )
-
-
-def first_words(opened: Opened, ids: np.ndarray) -> str:
-    """The beginning of a document, on one line."""
-    tokenizer = opened.data.tokenizer
-    first = ids[:WORDS]
-    without_bos = first[first != tokenizer.get_bos_token_id()]
-    words = tokenizer.decode(without_bos.tolist()).split()
-    return " ".join(words)[:WORDS]
 
 
 # ---- spikes --------------------------------------------------------------------------------------
@@ -604,139 +438,6 @@ def print_spike(line: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> N
 # ---- from a document to its steps ----------------------------------------------------------------
 
 
-class Traced(NamedTuple):
-    """A document and its way through the run; one of validation has no passes."""
-
-    split: str  # train or validation
-    document: DocumentPlace
-    passes: list[Pass]
-
-    @property
-    def is_used(self) -> bool:
-        """Whether the run trained on some of its tokens."""
-        return any(one_pass.uses for one_pass in self.passes)
-
-
-def history_of(opened: Opened) -> History:
-    """What fixes the rows of a run with --order=lanes."""
-    run = opened.run
-    first = opened.first_step
-
-    @lru_cache(32)
-    def nearest(step: int) -> tuple[int, list[Cursor] | None]:
-        return run.nearest_cursors(max(step, first)) or (first, None)
-
-    return History(
-        opened.config,
-        opened.data.train,
-        opened.data.tokenizer.fingerprint,
-        opened.rows_per_lane,
-        sorted({first, *run.cursor_files}),
-        nearest,
-        run.num_steps,
-        max(run.num_steps, run.horizon or 0),
-    )
-
-
-def tracer(opened: Opened) -> Callable[[DocumentPlace], Iterator[Pass]]:
-    """The function that follows a training document through the run, epoch by epoch."""
-    config = opened.config
-    if isinstance(config, StreamConfig):
-        return history_of(opened).passes
-    run = opened.run
-    fingerprint = opened.data.tokenizer.fingerprint
-    stream: Any = open_stream(config, opened.data.train, [0], tokenizer=fingerprint)
-    _, cursors = run.nearest_cursors(opened.first_step) or (0, None)
-    return partial(
-        sample_passes,
-        stream,
-        rows_per_step=opened.rows_per_step,
-        first_step=opened.first_step,
-        begin=cursors[0]["samples"] if cursors else 0,
-        trained=run.num_steps,
-    )
-
-
-class Ancestry:
-    """Follows training documents through a run and its ancestors, up to where it left them."""
-
-    def __init__(self, opened: Opened) -> None:
-        self.opened = opened
-        self.runs = [*lineage(opened)]  # the newest first
-        self._tracers = [tracer(of_run) for of_run, _ in self.runs]
-
-    def passes(self, document: DocumentPlace) -> list[Pass]:
-        """What the runs used of a document, epoch by epoch. What became of its other tokens is said
-        of the run itself. An ancestor that masked the document learned nothing from it, and does
-        not count."""
-        earlier: dict[int, list[Use]] = {}
-        for (of_run, end), passes_of in zip(self.runs[:0:-1], self._tracers[:0:-1]):
-            for place in learned_documents(of_run, [document.name]):
-                for one_pass in passes_of(place):
-                    uses = [use for use in one_pass.uses if use.step < end]
-                    earlier.setdefault(one_pass.epoch, []).extend(uses)
-        passes = []
-        for one_pass in self._tracers[0](document):
-            before = earlier.pop(one_pass.epoch, [])
-            passes.append(replace(one_pass, uses=before + one_pass.uses))
-        for epoch, uses in earlier.items():  # the run does not use its bucket
-            if uses:
-                passes.append(Pass(epoch, uses[0].lane, uses, length=0))
-        return passes
-
-    def losses(self, step: int) -> list[float | None] | None:
-        """The losses of a step's rows, None if they were not recorded, or are corrupt."""
-        owner = next(of_run for of_run, _ in self.runs if of_run.first_step <= step)
-        return recorded_losses(owner.run, step)
-
-    def who(self) -> str:
-        """The runs, in words."""
-        names = ["the run"]
-        for of_run, end in self.runs[1:]:
-            names.append(f"{of_run.run.name} (steps {of_run.first_step:,} to {end - 1:,})")
-        return " or ".join(names)
-
-
-def uses_of(
-    opened: Opened, documents: Sequence[DocumentPlace]
-) -> Mapping[DocumentPlace, Sequence[Use]]:
-    """The uses of training documents in the completed steps of a run."""
-    if isinstance(opened.config, StreamConfig):
-        return history_of(opened).uses_of(documents)
-    passes_of = tracer(opened)
-    return {place: [use for of in passes_of(place) for use in of.uses] for place in documents}
-
-
-def fate(opened: Opened, one_pass: Pass) -> str:
-    """What became of a document's tokens that are in no row; empty if every token is in a row."""
-    run, expected = opened.run, one_pass.expected
-    lane = "" if one_pass.lane is None else f" in lane {one_pass.lane}"
-    has_rest = one_pass.pending or expected is not None
-    if has_rest and run.outcome == "completed":
-        if not one_pass.uses:
-            return "never trained on: the run ended first"
-        stop = max(use.stop for use in one_pass.uses)
-        rest = (
-            "its other tokens"
-            if one_pass.lane is None
-            else f"tokens {stop:,} to {one_pass.length - 1:,}"
-        )
-        return f"{rest} never trained on: the run ended first"
-    if one_pass.pending:
-        return f"pending{lane}"
-    if expected is not None and math.isfinite(expected):
-        return f"expected around step {expected:,.0f}{lane}"
-    if expected is not None:
-        end = max(run.num_steps, run.horizon or 0)
-        return f"not reached: the run ends with step {end - 1:,}"
-    if one_pass.cropped_after is not None:
-        return f"cropped from token {one_pass.cropped_after:,} on"
-    if one_pass.uses:
-        return ""
-    begins_later = opened.first_step > 0 or 0 in run.cursor_files
-    return "before this run began" if begins_later else "in no row"
-
-
 def remark(opened: Opened, traced: Traced, left_out: bool) -> str:
     """Why a run does not learn from a document; empty if it does, or if the passes give the
     reason."""
@@ -814,35 +515,6 @@ def matches_of(
         for bucket, source in sources.items():
             for document in documents_with(source, bucket, text):
                 yield split, document
-
-
-def recorded_losses(run: RunReader, step: int) -> list[float | None] | None:
-    """The losses of a step's rows, None if they were not recorded, or are corrupt."""
-    try:
-        return row_means(run, step)
-    except FileNotFoundError:
-        return None
-    except ValueError as e:
-        log.warning("%s", e)
-        return None
-
-
-class Content(NamedTuple):
-    """What a document holds."""
-
-    ids: np.ndarray
-    words: str  # the first ones
-    origin: Place | None  # where it is in the user's own files, if it was prepared
-
-
-def content_of(opened: Opened, source: Source, document: DocumentPlace) -> Content:
-    """What a document holds; nothing for one that is only counted."""
-    if document.group < 0:
-        return Content(np.zeros(0, np.int64), "", None)
-    [content] = source.read(document.group, np.array([document.row]))
-    ids = content.ids[:]
-    origin = source.origin_of(document.group, document.row)
-    return Content(ids, first_words(opened, ids), origin)
 
 
 def passes_of(
@@ -1016,109 +688,6 @@ def show_ledger(opened: Opened, args: argparse.Namespace) -> int:
 
 
 # ---- from a benchmark to the steps that trained on it --------------------------------------------
-
-
-def lineage(opened: Opened) -> Iterator[tuple[Opened, int]]:
-    """(a run, the number of its steps that count): the run itself; of a fork, also its ancestors up
-    to where it left them."""
-    end = opened.run.num_steps
-    while True:
-        yield opened, end
-        run = opened.run
-        begun_from = run.config.get("init_from")
-        if begun_from:
-            log.warning(
-                "%s began with the weights of %s, whose data is not searched", run.name, begun_from
-            )
-        if run.fork is None:
-            return
-        if run.parent_dir is None:
-            log.warning(
-                "%s is a fork of %s, which no longer exists: its steps are not searched",
-                run.name,
-                run.fork.place,
-            )
-            return
-        end = run.fork.step
-        try:
-            parent = open_stream_of(run.parent_dir, opened.moved_to)
-        except (OSError, ValueError) as e:
-            log.warning(
-                "%s continues %s, whose steps are not searched: %s", run.name, run.fork.place, e
-            )
-            return
-        own = training_files(opened)
-        others = [name for name in training_files(parent) if name not in own]
-        if others:
-            log.warning(
-                "%s continues %s, which read files that are searched only in %s: %s",
-                run.name,
-                run.fork.place,
-                parent.run.name,
-                few(others),
-            )
-        opened = parent
-
-
-def training_files(opened: Opened) -> dict[str, None]:
-    """The names of the files that a run trains on."""
-    files: dict[str, None] = {}
-    for manifest in opened.data.manifests["train"].values():
-        files |= dict.fromkeys(entry["name"] for entry in manifest["files"])
-    return files
-
-
-def learned_documents(opened: Opened, names: Sequence[str]) -> list[DocumentPlace]:
-    """Those of some training documents FILE:DOC that a run reads and whose targets are not
-    masked."""
-    documents = []
-    for name in names:
-        try:
-            _, document = find_document({"train": opened.data.train}, name)
-        except ValueError:  # its file joined in a later fork
-            continue
-        if not seen.is_masked(opened.data.train[document.bucket], document):
-            documents.append(document)
-    return documents
-
-
-def item_uses(
-    opened: Opened, benchmark: seen.Benchmark, names: Sequence[str]
-) -> dict[tuple[str, int], list[seen.ItemUse]]:
-    """{(document, number of an item): rows that the model learned the item from} of some training
-    documents, over the run and its ancestors."""
-    found: dict[tuple[str, int], list[seen.ItemUse]] = {}
-    for of_run, end in lineage(opened):
-        losses_of = lru_cache(64)(partial(recorded_losses, of_run.run))
-        skipped = {event["step"] for event in of_run.run.named("skipped")}  # not applied
-        decode = of_run.data.tokenizer.decode
-        documents = learned_documents(of_run, names)
-        for document, all_uses in uses_of(of_run, documents).items():
-            uses = [use for use in all_uses if use.step < end and use.step not in skipped]
-            if not uses:
-                continue
-            ids = content_of(of_run, of_run.data.train[document.bucket], document).ids
-            parts = [decode(ids[use.start : use.stop].tolist()) for use in uses]
-            for shared in benchmark.index.find(parts):
-                use = uses[shared.text]
-                losses = losses_of(use.step)
-                item_use: seen.ItemUse = {
-                    "step": use.step,
-                    "epoch": use.epoch,
-                    "row": use.row,
-                    "loss": losses[use.row] if losses else None,
-                }
-                found.setdefault((document.name, shared.item), []).append(item_use)
-    return found
-
-
-def find_items(opened: Opened, benchmark: seen.Benchmark) -> dict[str, seen.TaskResult]:
-    """{task: which of its items are in the data, and which the run trained on}."""
-    data = {"train": opened.data.train, "validation": opened.data.val}
-    hits = list(seen.search(data, benchmark.index))
-    names = dict.fromkeys(hit.document.name for hit in hits if hit.split == seen.TRAIN)
-    uses = item_uses(opened, benchmark, [*names])
-    return benchmark.results(data, hits, uses, opened.run.num_steps)
 
 
 def show_items(opened: Opened, args: argparse.Namespace) -> int:

@@ -462,7 +462,7 @@ def check_receipt(path: Path, args: argparse.Namespace, _: tqdm) -> Iterator[str
     """Recompute the rows of some steps from the data, and compare their digests with those of a
     receipt."""
     from nanochat.config import Settings  # imports PyTorch
-    from scripts.inspect_data import Opened, step_digests
+    from nanochat.run_stream import Opened, step_digests
     from scripts.receipt import next_link, open_receipt, read_receipt
 
     receipt = read_receipt(path)

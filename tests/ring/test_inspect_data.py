@@ -15,6 +15,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
+from nanochat import run_stream, run_uses
 from nanochat.common import read_json
 from nanochat.dataloader import OFF, DataLoader
 from nanochat.files import BUCKET, data_at
@@ -424,8 +425,8 @@ def whole_table(name, steps=STEPS, first=0):
 
 def opened(name):
     """A run, and the function that returns the passes of one of its training documents."""
-    run = inspect_data.open_stream_of(training.run_dir(name))
-    passes_of = inspect_data.tracer(run)
+    run = run_stream.open_stream_of(training.run_dir(name))
+    passes_of = run_uses.tracer(run)
     return run, lambda document: [*passes_of(find_document({"train": run.data.train}, document)[1])]
 
 
@@ -454,7 +455,7 @@ def test_exactly_the_uses_of_every_document_are_found(killed, name, caplog):
     for document in documents:
         passes = passes_of(document)
         assert places(passes) == {use[:6] for use in table.get(document, ())}, document
-        fates |= {re.sub("[0-9,]+", "N", inspect_data.fate(run, found)) for found in passes}
+        fates |= {re.sub("[0-9,]+", "N", run_uses.fate(run, found)) for found in passes}
         for found in passes:
             if found.cropped_after:
                 assert max(use.stop for use in found.uses) == found.cropped_after < found.length
@@ -478,7 +479,7 @@ def test_the_uses_of_all_documents_are_found_at_once(killed, name):
     run, _ = opened(name)
     data = {"train": run.data.train}
     documents = [find_document(data, document)[1] for document in table]
-    found = inspect_data.uses_of(run, documents)
+    found = run_uses.uses_of(run, documents)
     assert {place.name: {tuple(use) for use in uses} for place, uses in found.items()} == {
         document: {use[:6] for use in uses} for document, uses in table.items()
     }
@@ -502,7 +503,7 @@ def test_a_run_that_continues_the_data_of_another_counts_only_its_own_steps(kill
     ):
         passes = passes_of(document)
         assert places(passes) == {use[:6] for use in table.get(document, ())}
-        fates |= {inspect_data.fate(run, found) for found in passes}
+        fates |= {run_uses.fate(run, found) for found in passes}
     assert "before this run began" in fates
 
 
@@ -535,7 +536,7 @@ def test_of_many_documents_with_a_text_those_trained_on_are_shown(killed, monkey
     """Regression: the first ones in file order were shown, trained on or not, which looked like a
     "no"."""
     # as if the run had not reached the documents before it
-    real = inspect_data.tracer
+    real = run_uses.tracer
     late = "code/0.parquet:3"
     monkeypatch.setattr(
         inspect_data,
@@ -682,7 +683,7 @@ def test_pending_and_unread_documents_of_a_running_run_are_used_later(killed):
     for document, uses in killed.tables["text"].items():
         for found in passes_of(document):
             steps = {use[1] for use in uses if use[0] == found.epoch}
-            assert found.pending == ("pending in lane" in inspect_data.fate(run, found))
+            assert found.pending == ("pending in lane" in run_uses.fate(run, found))
             assert {use.step for use in found.uses} == {step for step in steps if step < 10}
             unread += found.expected is not None and bool(steps)
     assert unread > 10, "the case"

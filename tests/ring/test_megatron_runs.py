@@ -8,6 +8,7 @@ from functools import partial
 
 import pytest
 
+from nanochat import run_stream, run_uses
 from nanochat.common import read_json
 from nanochat.find import find_document
 from nanochat.integrations.megatron_api import GPTDataset
@@ -294,9 +295,9 @@ def test_find_names_the_steps_of_a_document_that_rows_names(capsys):
         found = json.loads(inspect(capsys, "find", path, f"--document={document}", "--json"))
         uses = {tuple(use.values())[1:] for of_epoch in found["passes"] for use in of_epoch["uses"]}
         assert uses == table[document] and found["split"] == "train" and found["text"]
-    opened = inspect_data.open_stream_of(path)
+    opened = run_stream.open_stream_of(path)
     places = [find_document({"train": opened.data.train}, document)[1] for document in table]
-    for place, uses in inspect_data.uses_of(opened, places).items():
+    for place, uses in run_uses.uses_of(opened, places).items():
         assert {tuple(use)[1:] for use in uses} == {use[:-1] for use in table[place.name]}
     assert "held out for validation: the run never" in inspect(
         capsys, "find", path, "--document=a.bin:59"

@@ -61,7 +61,7 @@ DEFERRED = {
         ("nanochat.run_reader", f"nanochat.{name}"): "Arrow, which scripts.status does not need"
         for name in ("pins", "stream", "tokens")
     },
-    ("scripts.compare_runs", "scripts.inspect_data"): "PyTorch, needed only to name what differs",
+    ("scripts.compare_runs", "nanochat.run_stream"): "PyTorch, needed only to name what differs",
     ("scripts.export", "nanochat.integrations.fast_encoders"): "tokenizers, for one kind of export",
     (
         "scripts.export",
@@ -70,7 +70,7 @@ DEFERRED = {
     ("scripts.help", "nanochat.integrations.gpt_simple"): "PyTorch, for --translate only",
     ("scripts.verify", "nanochat.checkpoint"): "PyTorch, for checkpoints only",
     ("scripts.verify", "nanochat.config"): "PyTorch, for receipts only",
-    ("scripts.verify", "scripts.inspect_data"): "PyTorch, for receipts only",
+    ("scripts.verify", "nanochat.run_stream"): "PyTorch, for receipts only",
     ("scripts.verify", "scripts.receipt"): "PyTorch, for receipts only",
 }
 
@@ -143,7 +143,7 @@ def test_training_imports_no_search_for_benchmarks():
     while more := {imported for name in loaded for imported, _ in IMPORTS[name]} - loaded:
         loaded |= more
     assert "nanochat.trainer" in loaded
-    assert not loaded & {"nanochat.seen", "nanochat.ngrams", "nanochat.find"}
+    assert not loaded & {"nanochat.seen", "nanochat.ngrams", "nanochat.find", "nanochat.run_uses"}
 
 
 def test_every_entry_of_a_door_opens():

@@ -1,0 +1,211 @@
+"""
+The stream of a run, entered at any step: what the command line of the run, its data and its saves
+say about step N.
+
+    saved cursors:   0 . . . . . . 1000 . . . . . . 2000
+    step 1234:                     restore 1000, pack 234 steps, and the next one is it
+
+Nothing is trained: `Opened.stream_at` packs rows as the run did, so any step of a long run takes
+seconds. A receipt and plain flags of a run that does not exist can be opened, too
+(scripts/inspect_data.py).
+"""
+
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tqdm import tqdm
+
+from nanochat import run_history
+from nanochat.dataloader import StepLayout
+from nanochat.pins import is_prepared
+from nanochat.rows import Row
+from nanochat.run_dir import is_run_dir
+from nanochat.run_reader import RunReader
+from nanochat.sources import RunData
+from nanochat.start_run import open_run
+from nanochat.stream import AnyStream, Cursor, Stream, open_stream
+from nanochat.text import text_suffix
+
+log = logging.getLogger(__name__)
+
+WORDS = 60  # characters shown from the beginning of a document
+MovedTo = tuple[str | None, str | None]  # where --data-path and --val-path are now
+NOT_MOVED: MovedTo = (None, None)  # both are where the run read them
+
+
+@dataclass(frozen=True)
+class Opened:
+    """The stream of a run, of a receipt or of flags; for the last two, `run` has no directory.
+    `begin`: the cursors of the first step, unless the run starts at the beginning of the data."""
+
+    run: RunReader
+    data: RunData
+    config: Any
+    rows_per_step: int
+    begin: list[Cursor] | None = None
+    first_step: int = 0  # of the run; a fork has those before it in its parent
+    moved_to: MovedTo = NOT_MOVED
+
+    @property
+    def rows_per_lane(self) -> int:
+        return self.rows_per_step // self.config.V
+
+    @property
+    def has_lines(self) -> bool:
+        """Whether documents come from lines of files that were prepared (nanochat/prepare.py)."""
+        manifests = self.data.manifests["train"].values()
+        return any(is_prepared(entry) for manifest in manifests for entry in manifest["files"])
+
+    def _who_took(self, step: int) -> str:
+        """Which run took a step before this run began, in words."""
+        if not is_run_dir(self.run.run_dir):  # a receipt
+            return "ask the run that it continues"
+        stretches = run_history.history_of(self.run)
+        owner = max(stretches, key=lambda stretch: (stretch.first <= step, stretch.first))
+        gone = ", which no longer exists" if owner.run is None else ""
+        return f"ask {owner.name}{gone}, whose step {step} it continues"
+
+    @contextmanager
+    def stream_at(self, step: int) -> Iterator[Any]:
+        """The stream of all lanes after `step` steps. A ValueError, even one raised while the
+        caller reads, names the saved cursors that packing began with, because they may be
+        damaged."""
+        if step < self.first_step:
+            raise ValueError(
+                f"step {step}: {self.run.name} begins with step {self.first_step}; {self._who_took(step)}"
+            )
+        saved = self.run.nearest_cursors(step)
+        done, cursors = saved or (self.first_step, self.begin)
+        lanes = range(self.config.V)
+        fingerprint = self.data.tokenizer.fingerprint
+        try:
+            with closing(
+                open_stream(
+                    self.config,
+                    self.data.train,
+                    lanes,
+                    cursors=cursors,
+                    tokenizer=fingerprint,
+                    drop_dry=True,
+                )
+            ) as stream:
+                for _ in tqdm(
+                    range(step - done), desc=f"packing from step {done}", unit="step", disable=None
+                ):
+                    stream.next_rows(self.rows_per_lane)
+                yield stream
+        except ValueError as e:
+            if not saved:
+                raise ValueError(str(e)) from None
+            raise ValueError(f"{e} (packed from {self.run.cursor_files[done]})") from None
+
+
+def open_stream_of(run_dir: Path, moved_to: MovedTo = NOT_MOVED) -> Opened:
+    """The stream of a run. ValueError or FileNotFoundError if its data has changed or is
+    missing."""
+    data, config, settings = open_run(run_dir, *moved_to)
+    run = RunReader(run_dir)
+    rows_per_step = settings.total_batch_size // config.T
+    return Opened(run, data, config, rows_per_step, first_step=run.first_step, moved_to=moved_to)
+
+
+def step_digests(opened: Opened, steps: range, W: int) -> Iterator[tuple[int, list[int]]]:
+    """(step, [each rank's part of its digest]) for W ranks. ValueError if the data ends before the
+    last step."""
+    rank_of: dict[int, int] = {}  # by lane
+    for rank in range(W):
+        layout = StepLayout(opened.config.V, opened.rows_per_step, 1, rank, W)
+        rank_of |= dict.fromkeys(layout.lanes, rank)
+    with opened.stream_at(steps.start) as stream:
+        for step in steps:
+            rows = stream.next_rows(opened.rows_per_lane)
+            if len(rows) < opened.rows_per_step:
+                raise ValueError(f"step {step}: the data runs out before this step")
+            parts = [0] * W
+            for i, row in enumerate(rows):
+                parts[rank_of[row.lane]] += row.digest(i)
+            yield step, [part % 2**64 for part in parts]
+
+
+def places_in(opened: Opened, stream: AnyStream, row: Row) -> list[dict[str, Any]]:
+    """The documents of a row. Tokens `start` to `stop` - 1 of a document, which has `of` tokens and
+    BOS as token 0, are in the row from position `at` on. `tokens` also counts the BOS that is put
+    in front of a continuation."""
+    if not isinstance(stream, Stream):  # Megatron's order
+        return stream.describe(row)  # type: ignore[attr-defined]
+    source = opened.data.train[row.bucket]
+    is_bestfit = opened.config.layout == "bestfit"
+    at = 0
+    documents = []
+    for (epoch, group, number), start, length, _ in row.placed:
+        name, local = source.locate(group)
+        [document] = source.read(group, np.array([number]))
+        earlier_groups = source.groups[group - local : group]  # of the same file
+        inserted = 1 if is_bestfit and start > 0 else 0
+        off = 0
+        if row.live is not None:
+            live = row.live[at : at + length]
+            off = int((live == 0).sum())
+        place = {
+            "at": at,
+            "tokens": length,
+            "off": off,
+            "file": name,
+            "group": local,
+            "document": int(earlier_groups.sum()) + number,
+            "document_in_group": number,
+            "epoch": epoch,
+            "start": start,
+            "stop": start + length - inserted,
+            "of": len(document.ids),
+        }
+        if opened.has_lines:
+            origin = source.origin_of(group, number)
+            place["line"] = origin and origin.line
+            if origin and text_suffix(origin.file) == ".txt":  # the document is many lines of it
+                before = opened.data.tokenizer.decode(document.ids[:start].tolist())
+                place["line"] = origin.line + before.count("\n")
+        documents.append(place)
+        at += length
+    return documents
+
+
+def row_means(run: RunReader, step: int) -> list[float | None]:
+    """The mean loss over the live targets of each row of a step; None for a row without live
+    targets. FileNotFoundError if the run recorded no row losses, ValueError if the record is
+    corrupt."""
+    means = []
+    for total, targets in zip(*run.row_losses.read(step)):
+        means.append(float(total / targets) if targets else None)
+    return means
+
+
+def recorded_losses(run: RunReader, step: int) -> list[float | None] | None:
+    """The losses of a step's rows, None if they were not recorded, or are corrupt."""
+    try:
+        return row_means(run, step)
+    except FileNotFoundError:
+        return None
+    except ValueError as e:
+        log.warning("%s", e)
+        return None
+
+
+def ids_of(row: Row, place: Mapping[str, Any]) -> np.ndarray:
+    """The ids of a row that belong to one of its documents, given as in `describe`."""
+    begin = place["at"]
+    return row.tokens[begin : begin + place["tokens"]]
+
+
+def first_words(opened: Opened, ids: np.ndarray) -> str:
+    """The beginning of a document, on one line."""
+    tokenizer = opened.data.tokenizer
+    first = ids[:WORDS]
+    without_bos = first[first != tokenizer.get_bos_token_id()]
+    words = tokenizer.decode(without_bos.tolist()).split()
+    return " ".join(words)[:WORDS]

@@ -43,6 +43,7 @@ A run, from its command to its end:
     fork             a run that continues another       run_history      forks: who took which step
     run_curves       its log as curves                  any_step         RUN@STEP, saved or not
     run_stream       its rows at any step               run_uses         which steps used a document
+    receipt          proof for others                   receipt_check    its check
     mirror           a copy of the run elsewhere        mirror_owner     who may write that copy
     mirror_store     where it lies                      mirror_marks     what it holds of each save
     mirror_fetch     from it to an empty machine

@@ -68,14 +68,14 @@ from nanochat.files import DATASET_NAME, default_data_path, is_folder
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.integrations.export_check import check_hf, check_nanochat
 from nanochat.pins import DATA_MANIFEST
+from nanochat.receipt import NAME as RECEIPT_NAME
+from nanochat.receipt import make_receipt
 from nanochat.run_dir import CONFIG_NAME, open_folders, run_path
 from nanochat.run_order import order_of
 from nanochat.run_owner import write_completed
 from nanochat.run_reader import RunReader
 from nanochat.run_settings import build_model, resolve
 from nanochat.tokenizer import RustBPETokenizer, Tokenizer, get_tokenizer, replace_surrogates
-from scripts.receipt import NAME as RECEIPT_NAME
-from scripts.receipt import make_receipt
 from scripts.report import contamination_table, escape_html, markdown
 
 log = logging.getLogger(__name__)

@@ -48,6 +48,7 @@ from nanochat.find import (
     documents_with,
     find_document,
 )
+from nanochat.receipt import open_receipt
 from nanochat.rows import Row
 from nanochat.run_dir import find_run, finite, is_run_dir
 from nanochat.run_order import stream_config
@@ -66,7 +67,6 @@ from nanochat.spikes import ENOUGH, NORMAL, WINDOW
 from nanochat.start_run import command, find_data, inspect_run
 from nanochat.stream import AnyStream, ledger
 from nanochat.tokenizer import Tokenizer
-from scripts.receipt import open_receipt
 
 log = logging.getLogger(__name__)
 
@@ -150,7 +150,7 @@ def open_stream_of_receipt(receipt: Path, settings: Settings, args: argparse.Nam
         last = args.step - 1
     else:
         last = args.step
-    return Opened(RunReader(receipt), *open_receipt(receipt, settings, last))
+    return open_receipt(receipt, settings, last)
 
 
 def warn_untrained(opened: Opened, last: int) -> None:

@@ -3,7 +3,7 @@ Verify runs, checkpoints and token shards on disk, byte by byte, and receipts ag
 
     python -m scripts.verify mine                   # a run; also several paths
     python -m scripts.verify shards                 # a folder and everything below it; one pair; one checkpoint
-    python -m scripts.verify mine.json --data-path=mytext           # a receipt, from scripts.receipt
+    python -m scripts.verify mine.json --data-path=mytext           # a receipt, from nanochat.receipt
     python -m scripts.verify mine.json --run=mine --replay=5%       # do the run's weights follow from its rows?
 
 Everything except a run's data is opened as in training and read to the end; whatever training would
@@ -33,14 +33,9 @@ may have none, so for them only --tokenizer sets it).
 """
 
 import argparse
-import contextlib
 import hashlib
-import itertools
-import json
 import os
-import random
 import re
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -52,7 +47,7 @@ import numpy as np
 from tqdm import tqdm
 
 from nanochat.any_step import replay
-from nanochat.checkpoint import list_checkpoints, read_seal
+from nanochat.checkpoint import read_seal
 from nanochat.cli import Parser, run_main, setup_logging, whole
 from nanochat.common import (
     AnyPath,
@@ -60,15 +55,13 @@ from nanochat.common import (
     as_path,
     begin_launch,
     counted,
-    differences,
-    duration,
     hash_file,
     local_copy,
     table,
 )
 from nanochat.files import walk
 from nanochat.pins import DATA_MANIFEST, Manifest, is_prepared, read_manifests
-from nanochat.run_dir import CHECKPOINT_NAME, CONFIG_NAME, cursor_files, find_run, read_cursors
+from nanochat.run_dir import CHECKPOINT_NAME, cursor_files, find_run, read_cursors
 from nanochat.run_reader import RunReader
 from nanochat.sources import check, check_own_file
 from nanochat.tokenizer import EOD_HELP, TOKENIZER_HELP, get_tokenizer
@@ -77,7 +70,6 @@ from nanochat.tokens import MANIFEST_NAME, TokenFile, open_tokens, read_manifest
 SEAL_NAME = "trainer_state.json"
 BLOCK_ENTRIES = 1 << 12
 BLOCK_IDS = 1 << 21
-TIMED_STEPS = 20  # steps of a receipt after which the remaining time is estimated
 
 # yields lines to print, and advances a progress bar by the bytes read
 Check = Callable[[tqdm], Iterator[str]]
@@ -354,7 +346,7 @@ def check_pairs(
 
 def check_checkpoint(path: Path, bar: tqdm) -> Iterator[str]:
     """Verify one checkpoint. It is not a problem if a running process deletes it meanwhile."""
-    from nanochat.checkpoint import check_file, open_verified, read_seal  # imports PyTorch
+    from nanochat.checkpoint import check_file, open_verified  # imports PyTorch
 
     problems: list[str] = []
     try:
@@ -462,82 +454,18 @@ def check_receipt(path: Path, args: argparse.Namespace, _: tqdm) -> Iterator[str
     """Recompute the rows of some steps from the data, and compare their digests with those of a
     receipt."""
     from nanochat.config import Settings  # imports PyTorch
-    from nanochat.run_stream import Opened, step_digests
-    from scripts.receipt import next_link, open_receipt, read_receipt
+    from nanochat.receipt_check import check_rows
 
-    receipt = read_receipt(path)
-    marks = {int(step): mark for step, mark in receipt["marks"].items()}
-    steps = args.steps or sorted(marks)
-    highest = max(steps)
     given = Settings(data_path=args.data_path, tokenizer=args.tokenizer, eod_token=args.eod_token)
-    opened = Opened(RunReader(path), *open_receipt(path, given, highest))
-    where = args.data_path or receipt["data"]
-    yield f"{path}: the files in {where} are those of {receipt['run']}"
-    first = opened.first_step
-    if min(steps) < first:
-        raise ValueError(
-            f"{path}: step {min(steps):,} is before the fork that it describes, which begins with step "
-            f"{first:,}; verify a receipt of the run that it continues"
-        )
-    last = min(step for step in marks if step >= highest)
-    yield (
-        f"  recomputing steps {first:,} to {last:,}: rows depend on earlier rows, and step {last:,} is the first "
-        f"at or after step {highest:,} with a digest in the receipt"
-    )
-
-    link, good = "", first - 1
-    began = time.monotonic()
-    digests = step_digests(opened, range(first, last + 1), 1)
-    for step, [part] in tqdm(
-        digests, total=last + 1 - first, unit="step", desc="recomputed", leave=False, disable=None
-    ):
-        digest = f"{part:016x}"
-        link = next_link(link, digest)
-        if step + 1 - first == TIMED_STEPS:
-            per_step_s = (time.monotonic() - began) / TIMED_STEPS
-            rest_s = per_step_s * (last - step)
-            if rest_s > 5:
-                yield f"  this takes about {duration(rest_s)}"
-        if step not in marks:
-            continue
-        mark = marks[step]
-        if digest != mark["digest"]:
-            raise ValueError(
-                f"{path}: step {step:,} was not trained on these rows: their digest is {digest}, but the "
-                f"receipt says {mark['digest']}; code, tokenizer or data differ"
-            )
-        if link != mark["chain"]:
-            raise ValueError(
-                f"{path}: one of steps {good + 1:,} to {step - 1:,} was not trained on these rows: the "
-                f"chain of their digests differs; code, tokenizer or data differ"
-            )
-        good = step
-    yield (
-        f"  OK steps {', '.join(map(str, steps))}: trained on these rows, and so were all steps from "
-        f"{first:,} to {good:,} (chain of digests {link})"
-    )
+    yield from check_rows(path, given, args.steps)
 
 
 def check_weights(path: Path, args: argparse.Namespace, _: tqdm) -> Iterator[str]:
     """Train stretches of a run again, from one checkpoint of its receipt to the next, and compare
     bits."""
-    from nanochat.config import Settings
-    from scripts.receipt import read_receipt, training_settings
+    from nanochat.receipt_check import find_stretches
 
-    receipt = read_receipt(path)
-    if "checkpoints" not in receipt:
-        raise ValueError(f"{path}: it lists no checkpoints; write it again with scripts.receipt")
-    run = RunReader(find_run(args.run or receipt["run"]))
-    ours = json.loads(json.dumps(training_settings(Settings.from_json(run.config))))
-    for name, theirs, own in differences(receipt["training"], ours):
-        raise ValueError(
-            f"{path}: --{name.replace('_', '-')} is {theirs!r} in the receipt, but {own!r} in "
-            f"{run.run_dir / CONFIG_NAME}; the run is not the one of the receipt, or was edited"
-        )
-    check_launches(path, receipt, run)
-    check_digests(path, receipt, run)
-    stretches = choose_stretches(path, receipt, run, args.replay)
-    share = sum(len(stretch) for stretch in stretches) / (receipt["steps"] - run.first_step)
+    run, stretches, share = find_stretches(path, args.run, args.replay)
     names = ", ".join(f"{stretch.start:,} to {stretch.stop:,}" for stretch in stretches)
     yield f"{path}: replaying {share:.0%} of the steps of {run.name}: {names}"
     for stretch in stretches:
@@ -546,86 +474,6 @@ def check_weights(path: Path, args: argparse.Namespace, _: tqdm) -> Iterator[str
             words.append(f"--data-path={args.data_path}")
         replay([str(run.run_dir), *words], args.processes)
         yield f"  OK steps {stretch.start:,} to {stretch.stop:,}: every bit of the second checkpoint follows"
-
-
-def check_launches(path: Path, receipt: Mapping[str, Any], run: RunReader) -> None:
-    """ValueError unless each launch of a run had the settings and the length that its receipt says:
-    a replay uses those in the log."""
-    from scripts.receipt import horizons_of
-
-    found, known = horizons_of(run), receipt["horizons"]
-    # later launches may train further, but not the receipt's steps with another length
-    added = found[len(known) :]
-    longer = [first for first, steps in added if first < receipt["steps"] and steps != known[-1][1]]
-    if found[: len(known)] != known or longer:
-        raise ValueError(
-            f"{path}: the launches in {run.log_path} are not those of the receipt; it was edited"
-        )
-    for launch in run.launches:
-        changed = launch.started.get("changed") or {}
-        for name in sorted(changed.keys() & receipt["training"].keys()):
-            raise ValueError(
-                f"{path}: --{name.replace('_', '-')} is {receipt['training'][name]!r} in the receipt, but the "
-                f"launch at step {launch.first:,} in {run.log_path} has changed it, which no launch may"
-            )
-
-
-def check_digests(path: Path, receipt: Mapping[str, Any], run: RunReader) -> None:
-    """ValueError unless the log of a run has the digests of its receipt. A replay compares rows with
-    the log alone, so the log must be the one that the receipt describes."""
-    from scripts.receipt import next_link
-
-    link = ""
-    for step in range(receipt.get("first", 0), receipt["steps"]):
-        digest = run.digests.get(step, "")
-        link = next_link(link, digest)
-        mark = receipt["marks"].get(str(step))
-        if mark is not None and mark != {"digest": digest, "chain": link}:
-            raise ValueError(
-                f"{path}: the digests in {run.log_path} up to step {step:,} are not those of the receipt; the log "
-                f"is of another run, or was edited"
-            )
-
-
-def choose_stretches(
-    path: Path, receipt: Mapping[str, Any], run: RunReader, asked: str
-) -> list[range]:
-    """The stretches between neighbouring checkpoints of a receipt that --replay asks for: a share
-    of all steps, drawn at random, or those that overlap A:B. ValueError if a checkpoint is gone or
-    is not the one of the receipt."""
-    seals = {int(step): checksum for step, checksum in receipt["checkpoints"].items()}
-    present = {}
-    for folder in reversed(list_checkpoints(run.run_dir)):
-        with contextlib.suppress(OSError, ValueError):
-            seal = read_seal(folder)
-            present[seal["step"]] = seal["checksum"]
-    edges = sorted({run.first_step, *seals})
-    stretches = [range(first, stop) for first, stop in itertools.pairwise(edges)]
-    if not stretches:
-        raise ValueError(
-            f"{path}: it lists no checkpoint after the beginning, so nothing can be replayed"
-        )
-    if asked.endswith("%"):
-        needed = float(asked[:-1]) / 100 * (edges[-1] - edges[0])
-        random.SystemRandom().shuffle(stretches)
-        lengths = list(itertools.accumulate(map(len, stretches)))
-        stretches = stretches[: 1 + sum(length < needed for length in lengths)]
-    else:
-        first, stop = map(int, asked.split(":"))
-        stretches = [s for s in stretches if s.start < stop and first < s.stop]
-        if not stretches:
-            raise ValueError(
-                f"--replay={asked}: the receipt lists checkpoints of steps {', '.join(map(str, edges))}; name "
-                f"steps between two of them"
-            )
-    for step in sorted({edge for s in stretches for edge in (s.start, s.stop)}):
-        if step in seals and present.get(step) != seals[step]:
-            what = "is not the one of the receipt" if step in present else "is gone"
-            raise ValueError(
-                f"{path}: the checkpoint of step {step} {what}; restore it, or replay other steps with "
-                f"--replay=A:B"
-            )
-    return sorted(stretches, key=lambda stretch: stretch.start)
 
 
 def share_or_span(text: str) -> str:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from nanochat import receipt
 from nanochat.cli import Parser
 from nanochat.common import write_json
 from nanochat.config import (
@@ -24,7 +25,6 @@ from nanochat.config import (
 )
 from nanochat.integrations.megatron_settings import MegatronSettings
 from nanochat.old_flags import OLD_FLAGS
-from scripts import receipt
 from scripts.base_train import EVERYDAY
 from tests.spec.test_config import MIX, RUN, RUN_DIR, RUNS, changed, parse
 

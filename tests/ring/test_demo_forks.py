@@ -3,8 +3,9 @@
 import pytest
 
 from dev import demo_forks
+from nanochat import receipt_check
 from nanochat.schedule import Schedule
-from scripts import replay, verify
+from scripts import replay
 
 
 @pytest.mark.parametrize("part", ["steps", "forgeries", "branch"])
@@ -62,7 +63,7 @@ def test_a_verification_that_ignores_launches_misses_a_declared_rate(few, monkey
     only(monkeypatch, "another rate for one step", demo_forks.DECLARED)
     assert demo_forks.main(["forgeries", "--tiny"]) == 0
     assert "settings 1" in capsys.readouterr().out
-    monkeypatch.setattr(verify, "check_launches", lambda *args: None)
+    monkeypatch.setattr(receipt_check, "check_launches", lambda *args: None)
     assert demo_forks.main(["forgeries", "--tiny"]) == 1
 
 

@@ -539,7 +539,7 @@ def test_of_many_documents_with_a_text_those_trained_on_are_shown(killed, monkey
     real = run_uses.tracer
     late = "code/0.parquet:3"
     monkeypatch.setattr(
-        inspect_data,
+        run_uses,
         "tracer",
         lambda run: lambda document: real(run)(document) if document.name == late else iter(()),
     )

@@ -11,6 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from nanochat.common import hash_json, read_json, write_json
+from nanochat.receipt import make_receipt, next_link
 from nanochat.run_reader import RunReader
 from nanochat.sources import pin
 from nanochat.text import TEXT_FIELD
@@ -32,7 +33,7 @@ def origin(tmp_path_factory):
     processes and resumed on one."""
     folder = tmp_path_factory.mktemp("made").resolve()
     with training.workplace(folder, **RUN), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(receipt, "EVERY", EVERY)
+        patch.setattr("nanochat.receipt.EVERY", EVERY)
         for i in range(3):
             write_shard(folder / "text" / "sub" / f"{i}.parquet", texts(90, seed=i), **PLAIN)
         start(2, hook=partial(die_after_step, 7), data_path=folder / "text").wait_for_death()
@@ -89,15 +90,15 @@ def test_a_receipt_is_small_and_contains_no_path_or_host(origin, monkeypatch):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("NANOCHAT_BASE_DIR", str(origin))
         for step, digest in enumerate(digests()):
-            link = receipt.next_link(link, digest)
+            link = next_link(link, digest)
             assert value["marks"].get(str(step), {"digest": digest, "chain": link}) == {
                 "digest": digest,
                 "chain": link,
             }
         long = RunReader(run_dir())
         long.digests = {step: f"{step:016x}" for step in range(2000)}
-        monkeypatch.setattr(receipt, "EVERY", 1000)
-        assert list(receipt.make_receipt(long, 2000)["marks"]) == ["0", "1000", "1999"]
+        monkeypatch.setattr("nanochat.receipt.EVERY", 1000)
+        assert list(make_receipt(long, 2000)["marks"]) == ["0", "1000", "1999"]
 
 
 def test_rows_of_a_killed_and_resumed_run_are_verified_from_a_copy_of_the_data(work):

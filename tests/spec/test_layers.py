@@ -70,8 +70,7 @@ DEFERRED = {
     ("scripts.help", "nanochat.integrations.gpt_simple"): "PyTorch, for --translate only",
     ("scripts.verify", "nanochat.checkpoint"): "PyTorch, for checkpoints only",
     ("scripts.verify", "nanochat.config"): "PyTorch, for receipts only",
-    ("scripts.verify", "nanochat.run_stream"): "PyTorch, for receipts only",
-    ("scripts.verify", "scripts.receipt"): "PyTorch, for receipts only",
+    ("scripts.verify", "nanochat.receipt_check"): "PyTorch, for receipts only",
 }
 
 

@@ -103,9 +103,7 @@ from nanochat.run_settings import estimate_memory as estimate_memory
 from nanochat.schedule import Horizon
 from nanochat.sources import RunData, check_files, open_data, warn_of_arrivals
 from nanochat.steps import Progress
-from nanochat.stream import (
-    open_stream,
-)
+from nanochat.stream import open_stream
 from nanochat.tokenizer import Tokenizer, get_tokenizer
 
 

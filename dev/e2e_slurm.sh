@@ -147,7 +147,7 @@ await 60 '[[ $(sinfo -h -N -t idle -p low | wc -l) == 2 ]]'
 
 # A copy of the checkout by links, so that jobs write their files into the temporary folder.
 mkdir "$work/checkout"
-ln -s "$repo"/{nanochat,scripts,dev,tests,.venv} "$work/checkout/"
+ln -s "$repo"/{nanochat,scripts,dev,tests,pyproject.toml,.venv} "$work/checkout/"
 cd "$work/checkout"
 "$python" -m dev.make_sample_corpus --output-dir "$work/text"
 "$python" -m scripts.tok_train --data-path "$work/text" --vocab-size 1024 --max-chars 2000000

@@ -16,6 +16,7 @@ class Outcome(enum.Enum):
 
     APPLIED = "applied"
     SPIKE = "spike"  # not applied: the loss or the gradient norm is above its limit
+    EMPTY = "empty"  # not applied: no row has a live target, so there is nothing to learn
     VOID = "void"  # not applied: a rank ran out of rows, or, without limits, NaN or infinity
 
 
@@ -101,6 +102,8 @@ class StepTotals:
         """What became of the step. The optimizer has made the same comparison on the device."""
         if self.dry:
             return Outcome.VOID
+        if not any(self.live):
+            return Outcome.EMPTY
         if math.isfinite(self.grad_norm) and self.grad_norm <= self.norm_limit:
             return Outcome.APPLIED
         return Outcome.SPIKE if self.can_spike else Outcome.VOID
@@ -135,17 +138,19 @@ class Progress:
     dropped: dict[str, int] = field(default_factory=dict)
     # with --skip-spikes: recent applied steps, see spikes.py
     window: Window = field(default_factory=list)
-    skipped: int = 0  # steps that were not applied, because they were spikes
-    skipped_in_a_row: int = 0
+    skipped: int = 0  # steps that were not applied: spikes, and steps without a live target
+    skipped_in_a_row: int = 0  # spikes
 
     def count_step(self, totals: StepTotals, tokens: int, step_s: float) -> float:
-        """Count a finished step. Returns the smoothed loss of the applied steps."""
+        """Count a finished step. Returns the smoothed loss of the applied steps, NaN if there are
+        none."""
         self.step += 1
         self.tokens += tokens
         self.train_time_s += step_s
         if totals.outcome is Outcome.APPLIED:
             self.smooth_loss = 0.9 * self.smooth_loss + 0.1 * totals.loss
-        return self.smooth_loss / (1 - 0.9 ** (self.step - self.skipped))
+        num_applied = self.step - self.skipped
+        return self.smooth_loss / (1 - 0.9**num_applied) if num_applied else math.nan
 
     def record_val(self, bpb: float) -> None:
         """Record a validation result in bits per byte."""

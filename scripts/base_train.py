@@ -445,7 +445,7 @@ def one_step(run: Run, training: Training, guard: Guard, journal: Journal, saves
     # From here on the step counts: it is recorded, logged and printed before a requested stop ends
     # the run.
     note_dropped(training, journal, totals)
-    note_spike(training, journal, totals)
+    note_outcome(training, journal, totals)
     step_s = time.perf_counter() - began
     log_step(run, training, journal, totals, step_s=step_s, wait_s=training.loader.wait_s - waited)
     if totals.stop:
@@ -465,9 +465,9 @@ def note_dropped(training: Training, journal: Journal, totals: StepTotals) -> No
             journal.event("dropped", progress.step, bucket=bucket, lanes=lanes)
 
 
-def note_spike(training: Training, journal: Journal, totals: StepTotals) -> None:
-    """Update the statistics that spikes are measured against, or warn that the step was a spike.
-    Diverged after too many spikes in a row."""
+def note_outcome(training: Training, journal: Journal, totals: StepTotals) -> None:
+    """Update the statistics that spikes are measured against, or warn that the step was not
+    applied. Diverged after too many spikes in a row."""
     progress = training.progress
     if totals.outcome is Outcome.APPLIED:
         progress.skipped_in_a_row = 0
@@ -477,15 +477,19 @@ def note_spike(training: Training, journal: Journal, totals: StepTotals) -> None
             progress.window = remember(progress.window, totals.loss, totals.grad_norm)
         return
     progress.skipped += 1
-    progress.skipped_in_a_row += 1
+    why = f"loss {totals.loss:.6f}, gradient norm {totals.grad_norm:.4f}, above the --skip-spikes limit"
+    if totals.outcome is Outcome.EMPTY:
+        why = "no target of its rows has a loss (repeated tokens and --without-documents have none)"
+    else:
+        progress.skipped_in_a_row += 1
     print0(
-        f"warning: step {progress.step} exceeds the --skip-spikes limit and was not applied: loss "
-        f"{totals.loss:.6f}, gradient norm {totals.grad_norm:.4f}; "
-        f"{counted(progress.skipped, 'step')} skipped so far"
+        f"warning: step {progress.step} was not applied: {why}; {counted(progress.skipped, 'step')} not "
+        f"applied so far"
     )
     journal.event(
         "skipped",
         progress.step,
+        why=totals.outcome.value,
         digest=totals.digest,
         loss=totals.loss,
         grad_norm=totals.grad_norm,

@@ -115,7 +115,7 @@ def event_text(event: LogRecord) -> tuple[str, str]:
     for name, value in event.items():
         if name not in ("event", "step", "time", "digest", "skipped"):
             values.append(f"{name} {show(value)}")
-    what = "spike skipped" if kind == "skipped" else kind.replace("_", " ")
+    what = "step not applied" if kind == "skipped" else kind.replace("_", " ")
     return what, ", ".join(values)
 
 
@@ -376,7 +376,7 @@ def account(run: Run) -> str:
 
 
 def history(run: Run) -> str:
-    """What happened in a run: launches and their ends, halts, dry buckets, skipped spikes, steps
+    """What happened in a run: launches and their ends, halts, dry buckets, steps not applied, steps
     taken again. "" before the first launch."""
     rows: Table = []
     if run.fork is not None:

@@ -254,7 +254,7 @@ def take(
         raise ValueError(f"step {step}: it could not be applied{why()}")
     silent = Journal()
     base_train.note_dropped(training, silent, totals)
-    base_train.note_spike(training, silent, totals)
+    base_train.note_outcome(training, silent, totals)
     wait_s = logged.get("wait_s", 0.0)
     base_train.log_step(of_run, training, silent, totals, step_s=logged["step_s"], wait_s=wait_s)
 

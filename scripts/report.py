@@ -158,7 +158,7 @@ def launch_sentences(run: RunReader) -> list[str]:
 
 
 def event_sentences(run: RunReader) -> list[str]:
-    """The buckets that ran dry, and the spikes."""
+    """The buckets that ran dry, and the steps that were not applied."""
     sentences = []
     dry = {event["bucket"]: event for event in run.named("dropped")}  # the newest of each bucket
     for bucket, event in dry.items():
@@ -166,8 +166,8 @@ def event_sentences(run: RunReader) -> list[str]:
         sentences.append(f"Bucket {bucket} ran dry, at step {event['step']:,} in {lanes}.")
     skipped = run.named("skipped")
     if skipped:
-        spikes = counted(len(skipped), "spike")
-        sentences.append(f"It skipped {spikes}, most recently step {skipped[-1]['step']:,}.")
+        steps = counted(len(skipped), "step")
+        sentences.append(f"It did not apply {steps}, most recently step {skipped[-1]['step']:,}.")
     return sentences
 
 

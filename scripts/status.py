@@ -130,7 +130,7 @@ def status_text(run: dict[str, Any]) -> str:
         ago = duration(time.time() - run["started"])
         values["tokens"] = run["tokens"]
         values["phase"] = run["phase"]
-        values["spikes skipped"] = run.get("skipped")
+        values["steps not applied"] = run.get("skipped")
         values["started"] = f"{began}, {ago} ago"
         values["mirror"] = mirror_text(run)
         if run["liveness"] == "alive":

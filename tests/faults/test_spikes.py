@@ -95,6 +95,20 @@ def test_a_rank_that_skips_a_spike_alone_is_detected(corpus):
     assert differences("straight", "alone") >= {"weights", "optimizer"}
 
 
+def test_a_step_in_which_no_target_has_a_loss_is_not_applied_and_the_run_goes_on(corpus, tmp_path):
+    """Regression: the mean over no targets is NaN, so such a run ended with advice against
+    divergence."""
+    noise = "noise/0.parquet:*\nnoise/1.parquet:*\n"
+    (tmp_path / "list").write_text(noise)
+    flags = {**corpus, "skip_spikes": None, "without_documents": tmp_path / "list"}
+    training.finish(1, **flags, model_tag="silent")
+    training.finish(2, **flags, model_tag="silent_on_two")
+    [event] = training.events("skipped", "silent")
+    assert (event["step"], event["why"], event["loss"]) == (BEFORE, "empty", None)
+    assert len(training.steps("silent")) == BEFORE + SPIKE + AFTER
+    assert differences("silent", "silent_on_two") == set()
+
+
 def test_ten_spikes_in_a_row_end_the_run_with_advice(corpus):
     with mock.patch.object(
         trainer, "limits", lambda window, _: (0.0 if len(window) == 4 else math.inf, math.inf)

@@ -238,7 +238,7 @@ def test_the_history_has_halts_dry_buckets_and_steps_taken_again(tmp_path):
         "0|launch 1 on 1 process",
         "25|launch 1 killed",
         "20|launch 2 on 2 processes: 5 steps taken again, up to step 24",
-        "30|spike skipped: loss 50",
+        "30|step not applied: loss 50",
         "30 to 33|bucket web ran dry, 3 times: first in 1 lane; last in 4 lanes",
         "40|launch 2 halted: the bucket 'code' has run dry",
     ]

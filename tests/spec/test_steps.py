@@ -85,9 +85,12 @@ def test_a_bucket_has_the_loss_of_its_own_rows():
         ({"grad_norm": math.inf, "norm_limit": math.inf}, Outcome.VOID),
         ({"grad_norm": 1.0, "norm_limit": -1.0}, Outcome.VOID),
         ({"dry": True, "can_spike": True}, Outcome.VOID),
+        ({"live": [0, 0], "grad_norm": math.nan, "norm_limit": -1.0}, Outcome.EMPTY),
+        ({"live": [0, 0], "grad_norm": math.nan, "can_spike": True}, Outcome.EMPTY),
+        ({"live": [0, 0], "dry": True}, Outcome.VOID),
     ],
 )
-def test_a_step_is_applied_or_a_spike_or_void(changed, outcome):
+def test_a_step_is_applied_or_a_spike_or_empty_or_void(changed, outcome):
     assert totals(**changed).outcome is outcome
 
 
@@ -106,6 +109,11 @@ def test_a_spike_counts_as_a_step_and_leaves_the_smoothed_loss():
     progress.skipped += 1
     spike = totals(nats=[900.0, 900.0], grad_norm=math.nan, can_spike=True)
     assert progress.count_step(spike, 8, 1.0) == before and progress.step == 2
+
+
+def test_without_an_applied_step_there_is_no_smoothed_loss():
+    progress = Progress(skipped=1)
+    assert math.isnan(progress.count_step(totals(live=[0, 0]), 8, 1.0))
 
 
 def test_the_first_and_the_best_validation_result_are_kept():

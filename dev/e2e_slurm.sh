@@ -212,8 +212,8 @@ end_of_start() { # job, n: why its n-th start ended, from its log
 }
 
 flags=(--data-format=shards --data-path="$work/shards/train" --val-path="$work/shards/val" --depth=2 --aspect-ratio=32
-    --head-dim=32 --max-seq-len=256 --total-batch-size=4096 --device-batch-size=8 --device-type=cpu --eval-every=-1
-    --sample-every=-1 --save-every=20)
+    --head-dim=32 --max-seq-len=256 --long-docs=split --total-batch-size=4096 --device-batch-size=8 --device-type=cpu
+    --eval-every=-1 --sample-every=-1 --save-every=20)
 alone() { # name, steps: an undisturbed run on two processes without SLURM
     "$python" -m torch.distributed.run --standalone --nproc-per-node=2 -m scripts.base_train -- --model-tag="$1" \
         "${flags[@]}" --num-iterations="$2" >"$work/$1.log" 2>&1 || tail "$work/$1.log" >&2

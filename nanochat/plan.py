@@ -97,6 +97,11 @@ class BucketPlan:
         return token_share(self.account, "cropped")
 
     @property
+    def silent(self) -> float:
+        """The share of the tokens in rows that are repeated, so that they have no loss."""
+        return min(1.0, self.account["repeated"] / max(1, self.account["emitted"]))
+
+    @property
     def repeated(self) -> float:
         """The repeated share of the tokens that left the buffers, most of them into rows.
 
@@ -175,21 +180,74 @@ def read_plan(path: Path) -> Plan:
 # ---- lengths in place of tokens ------------------------------------------------------------------
 
 
-def sample_lengths(source: Source) -> np.ndarray:
-    """(n,) int64: lengths, BOS included, of documents sampled from a source.
+class Sample:
+    """Lengths of documents, BOS included: those of the first documents in each of up to 8 groups
+    spread over a source. The lengths in other groups are scaled by the sizes of their files, because
+    a bucket may mix books and notes.
 
-    The first documents in each of up to 8 groups spread over the source.
+    lengths, repeated, weights    (n,) of each length: how many of its first tokens another document
+                                  holds, too, and how many of the source's documents it stands for
     """
+
+    def __init__(self, source: Source):
+        self.means = source.means
+        self.of_group: dict[int, np.ndarray] = {}
+        lengths: list[np.ndarray] = []
+        repeated: list[np.ndarray] = []
+        weights: list[np.ndarray] = []
+        groups = np.flatnonzero(source.groups)
+        chosen = np.linspace(0, len(groups) - 1, min(8, len(groups))).astype(int)
+        sampled = groups[chosen]
+        for group in sampled.tolist():
+            own, contexts = _read_lengths(source, group)
+            self.of_group[group] = own
+            lengths.append(own)
+            repeated.append(contexts)
+            weights.append(np.full(len(own), source.groups[group] / len(own)))
+
+        # ratios to the mean of the file, which stand for the documents of the other groups
+        self.ratios = np.concatenate([own / self.means[g] for g, own in self.of_group.items()])
+        contexts = np.concatenate(repeated)
+        others = np.delete(groups, chosen)
+        for mean in np.unique(self.means[others]):
+            num_documents = source.groups[others][self.means[others] == mean].sum()
+            lengths.append(self._scaled(mean))
+            repeated.append(contexts)
+            weights.append(np.full(len(contexts), num_documents / len(contexts)))
+        self.lengths = np.concatenate(lengths)
+        self.repeated = np.concatenate(repeated)
+        self.weights = np.concatenate(weights)
+
+    def _scaled(self, mean: int) -> np.ndarray:
+        """(n,) int64: lengths of documents in a group with this mean."""
+        return np.maximum(1, np.rint(self.ratios * mean)).astype(np.int64)
+
+    def draw(self, group: int, rows: np.ndarray) -> list[int]:
+        """A length for each of some documents of a group, the same at each call."""
+        lengths = self.of_group.get(group)
+        if lengths is None:
+            lengths = self._scaled(self.means[group])
+        is_known = rows < len(self.of_group.get(group, ()))
+        drawn = (rows * 7919 + group * 104729) % len(lengths)
+        return lengths[np.where(is_known, rows, drawn)].tolist()
+
+    def total(self, values: np.ndarray) -> float:
+        """The sum of a value over all documents of the source, estimated from (n,) values."""
+        return float((self.weights * values).sum())
+
+
+def _read_lengths(source: Source, group: int) -> tuple[np.ndarray, np.ndarray]:
+    """(lengths, repeated), each (n,) int64, of the first documents in a group."""
+    num_documents = min(SAMPLE_DOCUMENTS, int(source.groups[group]))
+    at_once = max(1, SAMPLE_TOKENS // int(source.means[group]))  # books would fill the memory
     lengths: list[int] = []
-    num_groups = len(source.groups)
-    sampled = np.linspace(0, num_groups - 1, min(8, num_groups)).astype(int)
-    for group in sampled.tolist():
-        num_documents = min(SAMPLE_DOCUMENTS, int(source.groups[group]))
-        at_once = max(1, SAMPLE_TOKENS // int(source.means[group]))  # books would fill the memory
-        for first in range(0, num_documents, at_once):
-            rows = np.arange(first, min(first + at_once, num_documents))
-            lengths += [len(document.ids) for document in source.read(group, rows)]
-    return np.array(lengths)
+    repeated: list[int] = []
+    for first in range(0, num_documents, at_once):
+        rows = np.arange(first, min(first + at_once, num_documents))
+        for document in source.read(group, rows):
+            lengths.append(len(document.ids))
+            repeated.append(document.context)
+    return np.array(lengths), np.array(repeated)
 
 
 class Lengths:
@@ -211,7 +269,7 @@ class Lengths:
         self.locate = source.locate
         # targets that are off make no difference to lengths
         self.without: dict[int, np.ndarray] = {}
-        self.sample = None if source.lengths_known else sample_lengths(source)
+        self.sample = None if source.lengths_known else Sample(source)
         self.documents, self.tokens, self.rows = self._totals(config)
 
     def read(self, group: int, rows: np.ndarray, keep: int = 0) -> list[Document]:
@@ -219,8 +277,7 @@ class Lengths:
         if self.sample is None:
             lengths, contexts = self.source.lengths(group, rows)
         else:
-            drawn = (rows * 7919 + group * 104729) % len(self.sample)
-            lengths = self.sample[drawn].tolist()
+            lengths = self.sample.draw(group, rows)
             contexts = [0] * len(rows)
         documents = []
         for length, context in zip(lengths, contexts):
@@ -230,17 +287,16 @@ class Lengths:
     def _totals(self, config: StreamConfig) -> tuple[int, int, float]:
         """(documents, their tokens, estimated rows) of one pass, as in `BucketPlan`."""
 
-        def rows_of(lengths: np.ndarray) -> float:
-            """The rows that documents of these lengths fill."""
+        def rows_of(lengths: np.ndarray) -> np.ndarray:
+            """(n,): the rows that documents of these lengths fill."""
             if not config.pack:
-                return len(lengths)
+                return np.ones(len(lengths))
             used = np.minimum(lengths, config.T + 1) if crops(config) else lengths
-            return float(used.sum()) / (config.T + 1)
+            return used / (config.T + 1)
 
-        if self.sample is not None:
-            mean = float(self.sample.mean()) - config.framed
-            rows_per_document = rows_of(self.sample) / len(self.sample)
-            return self.entries, round(self.entries * mean), self.entries * rows_per_document
+        if (sample := self.sample) is not None:
+            tokens = sample.total(sample.lengths - config.framed)
+            return self.entries, round(tokens), sample.total(rows_of(sample.lengths))
 
         documents = 0
         tokens = 0
@@ -249,7 +305,7 @@ class Lengths:
             lengths, repeated = self.source.lengths(group, np.arange(n))
             documents += repeated.count(0)
             tokens += sum(lengths) - sum(repeated) - config.framed * n
-            rows += rows_of(np.array(lengths))
+            rows += float(rows_of(np.array(lengths)).sum())
         return documents, tokens, rows
 
 

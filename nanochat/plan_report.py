@@ -14,13 +14,15 @@ from typing import Any
 import numpy as np
 
 from nanochat.common import print0, table
-from nanochat.plan import Plan, Starting, make_run_plan, sample_lengths
+from nanochat.plan import Plan, Sample, Starting, make_run_plan
 from nanochat.sources import RunData
 
 log = logging.getLogger(__name__)
 
 MUCH_CROPPED = 0.1  # a larger share of cropped tokens causes a warning
 MOST_CROPPED = 0.9  # a larger share is refused, unless --plan says otherwise
+MUCH_SILENT = 0.3  # the same for the share of tokens in rows that are repeated
+MOST_SILENT = 0.9
 DRY_WAYS = (
     "shorten the run, give the bucket less weight, allow more passes (max_epochs in the curriculum), or "
     "continue without it once it is dry (--allow-bucket-exhaustion)"
@@ -50,37 +52,45 @@ def print_passes(start: Starting, data: RunData) -> None:
     settings = start.settings
     [source] = data.train.values()
     T = settings.max_seq_len
-    lengths = sample_lengths(source)
-    # the part of each document that follows its first full row
-    beyond = np.maximum(lengths - T - 1, 0)
-    cropped = repeated = 0.0
+    sample = Sample(source)
+    lengths = sample.lengths
+    again = sample.repeated
+    # what a pass over the data puts into rows
+    emitted = sample.total(lengths)
+    cropped = silent = 0.0
     if settings.packing == "bestfit" and settings.long_docs == "crop":
-        cropped = float(beyond.sum() / lengths.sum())
+        emitted = sample.total(np.minimum(lengths, T + 1))
+        cropped = 1 - emitted / sample.total(lengths)
+        again = np.minimum(again, T + 1)
+        silent = sample.total(again) / emitted
     elif settings.packing == "bestfit":
         # each continuation is BOS, overlap and up to T - overlap new tokens
-        again = (settings.overlap + 1) * float(np.ceil(beyond / (T - settings.overlap)).sum())
-        repeated = again / (again + float(lengths.sum()))
-    why = refuse_cropping("its data", cropped)
+        beyond = np.maximum(lengths - T - 1, 0)
+        added = (settings.overlap + 1) * np.ceil(beyond / (T - settings.overlap))
+        emitted += sample.total(added)
+        again = again + added
+    repeated = sample.total(again) / emitted
+    why = refuse_waste("its data", cropped, silent)
     if why and settings.plan == "error" and not start.config:
         raise ValueError(why)
-    mean = float(lengths.mean()) - 1  # without BOS
-    tokens = round(float(source.groups.sum()) * mean)
+    tokens = round(sample.total(lengths - 1 - sample.repeated))  # without BOS
     trained = start.horizon.total_tokens
-    taken = trained * (1 - repeated) / (1 - cropped)
-    passes = f"{taken / tokens:.2g}"
-    if taken < tokens / 2:
+    passes = trained / emitted
+    shown = f"{passes:.2g}"
+    if passes < 0.5:
         often = "less than half of them"
-    elif passes == "1":
+    elif shown == "1":
         often = "them once"
     else:
-        often = f"them {passes} times"
+        often = f"them {shown} times"
     print0(f"data: about {tokens:,} tokens; this run reads {often}")
     for line in reading_notes(
         "its data",
         trained=trained,
         tokens=tokens,
-        passes=taken / tokens,
+        passes=passes,
         cropped=cropped,
+        silent=silent,
         repeated=repeated,
     ):
         log.warning("%s", line)
@@ -119,23 +129,32 @@ def refusal(plan: Plan, start: Starting) -> str:
         return ""
     about = "about " if plan.estimate else ""
     for name, bucket in plan.buckets.items():
-        why = refuse_cropping(_data_of(plan, name), bucket.cropped, about)
+        why = refuse_waste(_data_of(plan, name), bucket.cropped, bucket.silent, about)
         if why:
             return why
     return ""
 
 
-def refuse_cropping(data: str, cropped: float, about: str = "about ") -> str:
-    """A sentence that says why a run should not start; empty if at most MOST_CROPPED is cropped.
+def refuse_waste(data: str, cropped: float, silent: float, about: str = "about ") -> str:
+    """A sentence that says why a run should not start, because it would train on little more than
+    the beginnings of its documents (say on the title pages of books), or on rows almost without a
+    loss. Empty if it should."""
+    if silent > MOST_SILENT:
+        return f"{_silence(data, silent, about)}, or train on them with --plan=warn"
+    if cropped > MOST_CROPPED:
+        return (
+            f"--long-docs=crop: {about}{cropped:.0%} of the tokens of {data} would be cropped, because each document "
+            f"trains its first row only; use --long-docs=split, or train on the beginnings with --plan=warn"
+        )
+    return ""
 
-    Such a run would train on little more than the beginnings of its documents, say on the title
-    pages of books.
-    """
-    if cropped <= MOST_CROPPED:
-        return ""
+
+def _silence(data: str, silent: float, about: str) -> str:
+    """Says that many tokens in rows have no loss, and what to do."""
     return (
-        f"--long-docs=crop: {about}{cropped:.0%} of the tokens of {data} would be cropped, because each document "
-        f"trains its first row only; use --long-docs=split, or train on the beginnings with --plan=warn"
+        f"{about}{silent:.0%} of the tokens that rows take from {data} repeat the window before, and have no "
+        f"loss; use --long-docs=split, whole documents (scripts.tok_shards --max-length=0), a smaller overlap, or "
+        f"a longer --max-seq-len"
     )
 
 
@@ -156,6 +175,7 @@ def warnings(plan: Plan) -> list[str]:
             about="about " if plan.estimate else "",
             passes=0.0 if bucket.max_epochs else bucket.passes,
             cropped=bucket.cropped if plan.crops else 0.0,
+            silent=bucket.silent if plan.crops else 0.0,
             repeated=bucket.repeated,
         )
         if bucket.dry_step is None or bucket.usable is None:
@@ -180,13 +200,15 @@ def reading_notes(
     tokens: int,
     passes: float,
     cropped: float,
+    silent: float,
     repeated: float,
     about: str = "about ",
 ) -> list[str]:
     """Warnings for a run that trains on `trained` tokens of `data`, which has `tokens`.
 
-    One sentence if many tokens are cropped, and one if the run reads the data clearly more than
-    once. `repeated`: the share of overlap among the trained tokens.
+    One sentence if many tokens are cropped, one if many of those left have no loss, and one if the
+    run reads the data clearly more than once. `cropped`, `silent`: 0 unless long documents are
+    cropped. `repeated`: the share of overlap among the trained tokens.
     """
     notes = []
     if cropped > MUCH_CROPPED:
@@ -194,6 +216,8 @@ def reading_notes(
             f"{about}{cropped:.0%} of the tokens of {data} are cropped, because their documents are longer "
             f"than a row; --long-docs=split crops none, a longer --max-seq-len crops fewer"
         )
+    if silent > MUCH_SILENT:
+        notes.append(_silence(data, silent, about))
     if passes > 1.05:  # last, and so just above the verdict
         twice = ""
         if repeated > 0.005:

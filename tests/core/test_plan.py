@@ -8,7 +8,7 @@ import pytest
 from nanochat import plan as plan_module
 from nanochat.common import Stop, stops_if
 from nanochat.order import StreamConfig
-from nanochat.plan import BucketPlan, Plan, make_plan
+from nanochat.plan import BucketPlan, Plan, Sample, make_plan
 from nanochat.plan_report import plan_lines, problem, warnings
 from nanochat.sources import open_source, scan
 from nanochat.stream import Stream
@@ -194,6 +194,26 @@ def test_cropped_is_a_share_of_tokens_that_left_and_warnings_name_flags_that_wou
     )
     guess = dataclasses.replace(plan, estimate=True)
     assert problem(plan) and not problem(guess) and "probably runs dry" in warnings(guess)[0]
+
+
+def test_a_few_books_among_many_notes_are_estimated_by_the_sizes_of_their_files(tmp_path):
+    """Regression: documents were sampled file by file, so eight books counted like eight hundred."""
+    rng = np.random.default_rng(0)
+    for number in range(8):
+        write_parquet(tmp_path / f"book_{number}.parquet", ["x" * int(rng.integers(9000, 12000))])
+    notes = ["y" * int(rng.integers(50, 400)) for _ in range(600)]
+    write_parquet(tmp_path / "notes.parquet", notes, group_size=100)
+    text = open_source(scan(tmp_path), Tokenizer(1000))
+    exact = sum(
+        len(document.ids) - 1
+        for group, n in enumerate(text.groups.tolist())
+        for document in text.read(group, np.arange(n))
+    )
+    sample = Sample(text)
+    assert sample.total(sample.lengths - 1) == pytest.approx(exact, rel=0.1)
+    drawn = [sample.draw(group, np.arange(n)) for group, n in enumerate(text.groups.tolist())]
+    assert sum(map(sum, drawn)) == pytest.approx(exact, rel=0.1)
+    assert len(text.groups) > len(sample.of_group), "some groups are scaled"
 
 
 def test_text_is_estimated_from_a_sample(tmp_path):

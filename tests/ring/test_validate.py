@@ -12,7 +12,7 @@ from nanochat import plan as plan_module
 from nanochat.common import read_json
 from nanochat.plan import Plan
 from nanochat.run_dir import PLAN_NAME, read_log
-from scripts import validate
+from scripts import tok_shards, validate
 from tests import training
 from tests.finished import command
 from tests.training import fingerprint, flags, run_dir
@@ -192,6 +192,19 @@ def test_without_a_curriculum_training_keeps_no_plan_but_prints_the_same_figures
     )
     few = {**plain, "num_iterations": 1, "long_docs": "split", "model_tag": "few"}
     assert "its data" not in training.succeed(**given(workplace, **few)).err
+
+
+def test_windows_of_which_a_row_holds_only_the_repeated_part_are_warned_of(workplace):
+    """Regression: such a run trained on almost nothing, and ended at its first step without a
+    target, with advice against divergence."""
+    windows = ["--max-length=80", "--overlap-size=40"]
+    made = ["--input-dir", workplace / "text/big", "--output-dir", workplace / "windows", *windows]
+    assert command(tok_shards.main, *made).code == 0
+    plain = {"curriculum": None, "data_path": workplace / "windows", "long_docs": "crop"}
+    warned = training.succeed(**given(workplace, **plain, num_iterations=1)).err
+    assert "repeat the window before, and have no loss" in warned
+    split = {**plain, "long_docs": "split", "model_tag": "split"}
+    assert "no loss" not in training.succeed(**given(workplace, **split, num_iterations=1)).err
 
 
 def test_a_disk_that_is_too_small_is_an_error(workplace, monkeypatch):

@@ -70,7 +70,14 @@ def write_files(folder: Path, num_files: int, groups: int, group_documents: int)
         texts = [words[at : at + DOCUMENT_BYTES].decode() for at in starts]
         table = pa.table({"text": texts})
         name = folder / f"{number:05d}.parquet"
-        pq.write_table(table, name, row_group_size=group_documents, compression="zstd")
+        # without statistics, like nanochat's own data sets
+        pq.write_table(
+            table,
+            name,
+            row_group_size=group_documents,
+            compression="zstd",
+            write_statistics=False,
+        )
 
 
 @contextlib.contextmanager

@@ -59,7 +59,7 @@ from nanochat.text import (
     Selection,
     text_suffix,
 )
-from nanochat.text_kinds import count_nulls, no_document, warn_once
+from nanochat.text_kinds import no_document, refuse_nulls, warn_once
 from nanochat.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
@@ -303,8 +303,8 @@ def _begin_manifest(folder: AnyPath, files: Sequence[AnyPath], selection: Select
             return not_pinned_yet(name)
         entry = reader_class(name).scan_file(path, name, field)
         nulls = entry.pop("nulls", 0)
-        if nulls is None:  # the footer does not say it
-            nulls = count_nulls(path, field)
+        if nulls is None and selection.strict:  # the footer does not say it
+            refuse_nulls(path, selection)
         return not_pinned_yet(name) if nulls else entry
 
     entries = list(each(begin, files))

@@ -22,6 +22,7 @@ characters. Parquet is prepared, too, if a selection skips documents, or if it h
 import argparse
 import contextlib
 import ctypes
+import functools
 import logging
 import math
 import zlib
@@ -383,20 +384,13 @@ def read_footer(path: AnyPath, field: str = TEXT_FIELD) -> Footer:
     with open_parquet(path, field) as file:
         metadata = file.metadata
     text = leaf_column(metadata, field)
-    may_have_nulls = metadata.schema.column(text).max_definition_level > 0
     counts = list[int]()
     text_bytes = 0
-    nulls = 0
-    unknown = False
     for g in range(metadata.num_row_groups):
         group = metadata.row_group(g)
         column = group.column(text)
         counts.append(group.num_rows)
         text_bytes += column.total_uncompressed_size
-        if may_have_nulls and (column.statistics is None or not column.statistics.has_null_count):
-            unknown = True
-        elif may_have_nulls:
-            nulls += column.statistics.null_count
     recorded = metadata.metadata or {}
     text_bytes = int(recorded.get(TEXT_BYTES, text_bytes))
     origin = None
@@ -408,7 +402,21 @@ def read_footer(path: AnyPath, field: str = TEXT_FIELD) -> Footer:
         with path.open("rb") as f:
             f.seek(-8 - metadata.serialized_size, 2)  # its length and PAR1 follow the footer
             raw = f.read()
-    return Footer(raw, counts, text_bytes, None if unknown else nulls, origin)
+    return Footer(raw, counts, text_bytes, counted_nulls(metadata, field), origin)
+
+
+def counted_nulls(metadata: pq.FileMetaData, field: str) -> int | None:
+    """The number of nulls in a column of a file; None if its footer does not say it."""
+    text = leaf_column(metadata, field)
+    if metadata.schema.column(text).max_definition_level == 0:
+        return 0
+    nulls = 0
+    for g in range(metadata.num_row_groups):
+        statistics = metadata.row_group(g).column(text).statistics
+        if statistics is None or not statistics.has_null_count:
+            return None
+        nulls += statistics.null_count
+    return nulls
 
 
 def leaf_column(metadata: pq.FileMetaData, field: str) -> int:
@@ -452,6 +460,20 @@ def is_blank(path: AnyPath, field: str = TEXT_FIELD) -> bool:
     return True
 
 
+def is_uncounted(file: pq.ParquetFile, path: AnyPath | str, field: str) -> bool:
+    """Whether a file with nulls does not say in its footer how many there are: nanochat's own files
+    do not, and counting would read them whole. Warns, once per process."""
+    if counted_nulls(file.metadata, field) is not None:
+        return False
+    _warn_of_nulls(path, field)
+    return True
+
+
+@functools.cache
+def _warn_of_nulls(path: AnyPath | str, field: str) -> None:
+    log.warning("%s: nulls in column `%s` are read as empty texts", path, field)
+
+
 def read_batches(
     file: pq.ParquetFile,
     group: int,
@@ -460,10 +482,12 @@ def read_batches(
     batch_size: int = 256,
     field: str = TEXT_FIELD,
     skipped: Skipped | None = None,
+    strict: bool = False,
 ) -> Iterator[pa.Array]:
     """The texts of a row group, `batch_size` documents at a time, after checks. ValueError names
-    the file if pages are corrupt, or if a text is null (unless `skipped` counts nulls, see
-    `checked`), too large or not UTF-8.
+    the file if pages are corrupt, or if a text is too large, not UTF-8 or null. But nulls stay if
+    `skipped` counts them (see `checked`), and are empty texts if the footer does not say how many
+    there are, except if `strict`.
 
     At the end, freed memory is returned to the system. Otherwise Arrow's pool would keep the memory
     of the largest group, and units of many sizes would fragment glibc's heap (after 960 steps of 64
@@ -478,6 +502,9 @@ def read_batches(
                 batch_size, row_groups=[group], columns=[field], use_threads=False
             ):
                 [column] = flat(pa.Table.from_batches([batch]))[field].chunks
+                may_fill = skipped is None and not strict
+                if column.null_count and may_fill and is_uncounted(file, path, field):
+                    column = column.fill_null("")
                 column = checked(column, path, field, group, skipped)
                 num_bytes += column.nbytes
                 yield column

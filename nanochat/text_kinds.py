@@ -12,6 +12,7 @@ import itertools
 import json
 import logging
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pyarrow as pa
@@ -23,10 +24,8 @@ from nanochat.common import (
     as_path,
     counted,
     get_dist_info,
-    hash_json,
     local_copy,
     read_json,
-    write_json,
 )
 from nanochat.text import (
     ALL,
@@ -38,11 +37,11 @@ from nanochat.text import (
     Selection,
     Skipped,
     checked,
+    counted_nulls,
     flat,
     misfit,
     named_in_errors,
     open_parquet,
-    prepared_dir,
     read_batches,
     read_footer,
     read_metadata,
@@ -86,7 +85,7 @@ def numbered_documents(
     if suffix in JSON_LINES:
         return selection.documents(_read_jsonl(path, selection, skipped), skipped)
     read = _read_arrow if suffix == ".arrow" else _read_parquet
-    columns = read(path, selection.text_field, None if selection.strict else skipped)
+    columns = read(path, selection, skipped)
     texts = itertools.chain.from_iterable(column.to_pylist() for column in columns)
     rows = (Numbered(row, text) for row, text in enumerate(texts, 1) if text is not None)
     return selection.documents(rows, skipped)
@@ -151,16 +150,24 @@ def no_document(files: Sequence[AnyPath], selection: Selection, skipped: Skipped
 # ---- the kinds -----------------------------------------------------------------------------------
 
 
-def _read_parquet(path: AnyPath, field: str, skipped: Skipped | None) -> Iterator[pa.Array]:
-    """The texts of a parquet file. `skipped`: see `nanochat.text.checked`."""
+def _read_parquet(path: AnyPath, selection: Selection, skipped: Skipped) -> Iterator[pa.Array]:
+    """The texts of a parquet file, of which some may be null. `skipped` counts nulls; but if a run
+    reads the file in place, they are empty texts, as in the run."""
+    field = selection.text_field
     with open_parquet(path, field) as file:
+        in_place = not selection.skips_some and counted_nulls(file.metadata, field) is None
+        counts = None if selection.strict or in_place else skipped
         for group in range(file.num_row_groups):
-            yield from read_batches(file, group, path, field=field, skipped=skipped)
+            yield from read_batches(
+                file, group, path, field=field, skipped=counts, strict=selection.strict
+            )
 
 
-def _read_arrow(path: AnyPath, field: str, skipped: Skipped | None) -> Iterator[pa.Array]:
-    """The texts of a stream of Arrow record batches, as `datasets` saves it. `skipped`: see
-    `nanochat.text.checked`."""
+def _read_arrow(path: AnyPath, selection: Selection, skipped: Skipped) -> Iterator[pa.Array]:
+    """The texts of a stream of Arrow record batches, as `datasets` saves it. `skipped` counts
+    nulls; with --strict, the first one is an error."""
+    field = selection.text_field
+    counts = None if selection.strict else skipped
     with (
         named_in_errors(path, "truncated or not a stream of Arrow record batches"),
         path.open("rb") as file,
@@ -170,7 +177,7 @@ def _read_arrow(path: AnyPath, field: str, skipped: Skipped | None) -> Iterator[
             raise ValueError(f"{path}: {problem}")
         for number, batch in enumerate(batches):
             column = flat(pa.Table.from_batches([batch]))[field]
-            yield from (checked(chunk, path, field, number, skipped) for chunk in column.chunks)
+            yield from (checked(chunk, path, field, number, counts) for chunk in column.chunks)
 
 
 def saved_files(folder: AnyPath) -> set[str] | None:
@@ -303,7 +310,7 @@ def is_empty_text(path: AnyPath) -> bool:
     with named_in_errors(path, "the file cannot be read"):
         if suffix == ".parquet":
             rows = read_metadata(path).num_rows
-            return rows == 0 or count_nulls(path, TEXT_FIELD) == rows
+            return rows == 0 or read_footer(path, TEXT_FIELD).nulls == rows
         if suffix == ".arrow":
             with path.open("rb") as file:
                 return not any(batch.num_rows for batch in pa.ipc.open_stream(file))
@@ -314,26 +321,11 @@ def is_empty_text(path: AnyPath) -> bool:
     return False
 
 
-def count_nulls(path: AnyPath, field: str) -> int:
-    """The number of nulls in the text column of a parquet file. If its footer does not say it, the
-    column is read once, under a progress bar, and the number is kept below the base directory."""
-    if (number := read_footer(path, field).nulls) is not None:
-        return number
-    path = local_copy(path)
-    stat = path.stat()
-    key = [str(path.resolve()), stat.st_size, stat.st_mtime_ns, field]
-    counted_before = prepared_dir() / "nulls" / f"{hash_json(key)}.json"
-    if not counted_before.exists():
-        skipped: Skipped = {"nulls": 0}
-        columns = tqdm(
-            _read_parquet(path, field, skipped),
-            desc=f"counting nulls in {path.name}",
-            unit=" batches",
-            delay=1,
-            disable=None,
-        )
-        for _ in columns:
-            pass
-        counted_before.parent.mkdir(parents=True, exist_ok=True)
-        write_json(counted_before, {"source": str(path), "nulls": skipped["nulls"]})
-    return read_json(counted_before, {"nulls": int})["nulls"]
+def refuse_nulls(path: AnyPath, selection: Selection) -> None:
+    """For --strict: read the text column of a parquet file whose footer does not count nulls.
+    ValueError names the row group of the first one."""
+    columns = _read_parquet(local_copy(path), replace(selection, strict=True), {})
+    for _ in tqdm(
+        columns, desc=f"looking for nulls in {path.name}", unit=" batches", delay=1, disable=None
+    ):
+        pass

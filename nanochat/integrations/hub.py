@@ -22,7 +22,8 @@ import json
 import os
 import re
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from pathlib import PurePosixPath
 from typing import Any, NamedTuple
 from urllib.parse import quote, urljoin
 
@@ -308,6 +309,12 @@ class HubPath(RangePath):
         """The path that names the commit."""
         place = Place.of(str(self))
         return HubPath(str(place._replace(revision=find_commit(place))))
+
+    def copy_folder(self) -> Sequence[str]:
+        """See `RangePath.copy_folder`: the same for all revisions, because the name of a copy says
+        which bytes it has."""
+        place = Place.of(str(self))
+        return "datasets", *place.repo.split("/"), *PurePosixPath(place.inner).parent.parts
 
     def remember(self, root: str) -> None:
         """Take this path's revision for the commit that `root` names, if it is of the same data set."""

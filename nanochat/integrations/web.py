@@ -21,7 +21,7 @@ import io
 import os
 import re
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, NamedTuple
@@ -314,13 +314,17 @@ class RangePath(Remote):
     def local_copy(self, cache: Path | str | None = None) -> Path:
         """A local copy in CACHE/HOST/FOLDER. Its name begins with a hash of size and version."""
         file = self.pinned()
-        folder = Path(cache or get_base_dir() / "web", *self.parent.parts[1:])
+        folder = Path(cache or get_base_dir() / "web", *self.copy_folder())
         copy = folder / f"{hash_json([file.size, file.etag])[:12]}-{self.name}"
         if not copy.is_file() or copy.stat().st_size != file.size:
             folder.mkdir(parents=True, exist_ok=True)
             with atomic_open(copy) as f:
                 f.writelines(self._pieces(file))
         return copy
+
+    def copy_folder(self) -> Sequence[str]:
+        """The folder of its copies, below that of all copies."""
+        return self.parent.parts[1:]
 
     def _pieces(self, file: File) -> Iterator[bytes]:
         """The bytes of a file, in order."""

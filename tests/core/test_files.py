@@ -5,18 +5,19 @@ import gzip
 import os
 from pathlib import PurePosixPath
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from nanochat.files import DataPath, data_at, find_files, list_files
-from nanochat.sources import check, scan
+from nanochat.sources import check, open_source, scan
 from nanochat.splits import describe_split, files_of, pin_files, split_train_val, stated_splits
 from nanochat.text import Selection
 from nanochat.text_kinds import read_texts
 from nanochat.tokens import HEADERS
 from tests.spec.test_files import names_of, write
-from tests.token_files import write_megatron, write_pair
+from tests.token_files import Tokenizer, write_megatron, write_pair
 from tests.toy import compressed, write_parquet
 
 pytestmark = pytest.mark.usefixtures("base_dir")
@@ -365,7 +366,7 @@ EMPTY = {
     "a6.jsonl.gz": lambda path: path.touch(),
     "a7.parquet": lambda path: write_parquet(path, [None, None]),
     "a8.json": lambda path: path.touch(),
-    "a9.parquet": lambda path: write_parquet(path, [None], write_statistics=False),
+    "a9.parquet": lambda path: write_parquet(path, []),
     "zz.parquet": lambda path: write_parquet(path, []),
 }
 
@@ -433,14 +434,27 @@ def test_a_file_that_stands_for_data_that_was_not_fetched_is_an_error(tmp_path, 
 # ---- nulls ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("statistics", [True, False])
-def test_nulls_are_skipped_and_counted_when_the_files_are_pinned(tmp_path, caplog, statistics):
-    path = write_parquet(
-        tmp_path / "a.parquet", ["one", None, "two", None], 2, write_statistics=statistics
-    )
+def test_nulls_are_skipped_and_counted_when_the_files_are_pinned(tmp_path, caplog):
+    path = write_parquet(tmp_path / "a.parquet", ["one", None, "two", None], 2)
     assert sum(scan(path)["files"][0]["groups"]) == 2 and list(read_texts(path)) == ["one", "two"]
     [message] = caplog.messages
     assert "2 nulls" in message and str(path) in message
+
+
+def test_nulls_that_the_footer_does_not_count_are_empty_texts(tmp_path, caplog):
+    """Regression: nanochat's files count none, so all of them were read whole before the first
+    step, and from the Hub copied."""
+    texts = ["one", None, "two", None]
+    path = write_parquet(tmp_path / "a.parquet", texts, 2, write_statistics=False)
+    manifest = scan(path)
+    assert manifest["files"][0]["groups"] == [2, 2]
+    source = open_source(manifest, Tokenizer(1000))
+    lengths = [
+        len(document.ids) for group in (0, 1) for document in source.read(group, np.arange(2))
+    ]
+    assert lengths == [4, 1, 4, 1] and list(read_texts(path)) == ["one", "", "two", ""]
+    [message] = caplog.messages
+    assert "read as empty texts" in message and str(path) in message
 
 
 def test_one_warning_lists_all_files_with_nulls(tmp_path, caplog):
@@ -453,9 +467,10 @@ def test_one_warning_lists_all_files_with_nulls(tmp_path, caplog):
     assert check(manifest) == manifest
 
 
-def test_with_strict_a_null_is_an_error(tmp_path):
-    path = write_parquet(tmp_path / "a.parquet", ["one", None])
-    assert scan(path)["files"][0]["groups"] == [1]
+@pytest.mark.parametrize("statistics", [True, False])
+def test_with_strict_a_null_is_an_error(tmp_path, statistics):
+    path = write_parquet(tmp_path / "a.parquet", ["one", None], write_statistics=statistics)
+    assert scan(path)["files"][0]["groups"] == ([1] if statistics else [2])
     with pytest.raises(ValueError, match=r"a\.parquet: 1 null in column `text` of row group 0"):
         scan(path, selection=Selection(strict=True))
 
@@ -465,13 +480,6 @@ def test_parquet_without_nulls_is_read_in_place(tmp_path, how):
     path = write_parquet(tmp_path / "a.parquet", ["one", "two"], **how)
     [entry] = scan(path)["files"]
     assert entry["size"] == path.stat().st_size and "parquet" not in entry
-
-
-def test_a_column_without_statistics_is_read_once(tmp_path, monkeypatch):
-    path = write_parquet(tmp_path / "a.parquet", ["one", "two"], write_statistics=False)
-    first = scan(path)
-    monkeypatch.setattr("nanochat.text_kinds._read_parquet", None)
-    assert scan(path) == first
 
 
 def test_a_column_that_cannot_hold_nulls_is_not_read(tmp_path, monkeypatch):

@@ -10,6 +10,8 @@ from functools import partial
 from types import SimpleNamespace
 from unittest.mock import ANY
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from nanochat.common import Stop, as_path, begin_launch, read_json, stops_if
@@ -316,6 +318,31 @@ def test_other_kinds_are_copied_whole_and_prepared(hub, tmp_path):
 
 
 # ---- what a path names ---------------------------------------------------------------------------
+
+
+def test_files_without_statistics_are_read_in_ranges_like_all_others(hub, made, tmp_path):
+    """Regression: whether they have nulls was counted, in copies of all of them. nanochat's own
+    data sets have no statistics."""
+    plain = {}
+    for name, data in made.files.items():
+        out = pa.BufferOutputStream()
+        pq.write_table(pq.read_table(pa.BufferReader(data)), out, write_statistics=False)
+        plain[name] = out.getvalue().to_pybytes()
+    hub.commit("own/set", plain)
+    train(num_iterations=1)
+    assert not [*tmp_path.rglob("web")]
+    train(num_iterations=1, model_tag="strict", strict=True)
+    assert [*tmp_path.rglob("web")]
+
+
+def test_a_file_is_copied_once_whatever_names_its_revision(hub, made, tmp_path):
+    """Regression: once for each of own/set, own/set@main and own/set@COMMIT."""
+    commit = hub.commit("own/set", made.files)
+    for path in (SET, f"{SET}@main", f"{SET}@{commit}"):
+        begin_launch()
+        for file in list_files(data_at(path)).data:
+            file.local_copy()
+    assert len([path for path in tmp_path.rglob("web/**/*") if path.is_file()]) == len(made.files)
 
 
 def test_names_of_files_state_their_split(hub, made):

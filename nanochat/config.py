@@ -732,9 +732,12 @@ def resume_settings(
         if fits:
             others += f"; --init-from={run_dir.name} starts a run with its weights"
         restart = "; to replace this run, which has no checkpoint yet, add --resume=scratch --force"
+        remedy = f"use the run's settings (--config={path})"
+        if unknown:
+            remedy = "use the code that began it"
         raise ValueError(
-            f"{path}: the run was started with different settings:\n  {lines}\nuse the run's settings "
-            f"(--config={path}), or start a new run with --model-tag=NAME"
+            f"{path}: the run was started with different settings:\n  {lines}\n{remedy}, or start a new "
+            f"run with --model-tag=NAME"
             f"{others if checkpoint_folders(run_dir) else restart}"
         )
     return type(command)(**now), notices

@@ -379,6 +379,7 @@ def _inspect(run_dir: Path, settings: Settings, device: torch.device) -> Start:
     if parent is not None:
         settings = note_length(settings, parent, horizon.num_iterations)
         checkpoint = first_checkpoint(parent, settings, model_config)
+    _check_length(settings, horizon, checkpoint)
     if (loaded := checkpoint or origin) is not None:
         loaded.check_tokenizer(settings.tokenizer_fingerprint)
         loaded.check_architecture(vars(model_config))
@@ -411,6 +412,18 @@ def _check_beginning(run_dir: Path, settings: Settings, config: Mapping[str, Any
         raise ValueError(
             f"--skip-steps={settings.skip_steps}: applies only to a fork; name the run, and the step "
             f"before the rows to skip, with --fork-from=RUN@STEP"
+        )
+
+
+def _check_length(settings: Settings, horizon: Horizon, checkpoint: Checkpoint | None) -> None:
+    """ValueError if an unfinished run has taken more steps than it should."""
+    if checkpoint is None or checkpoint.trainer_state.get("status") == "completed":
+        return
+    if checkpoint.step > horizon.num_iterations:
+        raise ValueError(
+            f"{settings.tag}: it has taken {checkpoint.step:,} steps, but this command ends it after "
+            f"{horizon.num_iterations:,}; {how_to_extend(settings)}, or end a fork of an earlier step "
+            f"there (--fork-from={settings.tag}@STEP --model-tag=NAME)"
         )
 
 

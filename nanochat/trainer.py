@@ -24,7 +24,7 @@ import json
 import math
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -159,12 +159,14 @@ def make_model(
 
 def note_other_schedule(saved: Mapping[str, Any], ours: Mapping[str, Any]) -> None:
     """Print a note if the code, or a default in it, has changed the schedule since the checkpoint.
-    What a longer horizon changes is no surprise."""
+    What a longer horizon changes is no surprise, nor is a setting that the code has gained, at its
+    default."""
     of_horizon = ("num_iterations", "peak_weight_decay")
+    before = {f.name: f.default for f in fields(Schedule)} | dict(saved)
     changed = [
-        f"{name} was {saved.get(name)}, is {value}"
+        f"{name} was {before.get(name)}, is {value}"
         for name, value in ours.items()
-        if name not in of_horizon and saved.get(name) != value
+        if name not in of_horizon and before.get(name) != value
     ]
     if changed:
         print0(f"note: the schedule differs from the one in the checkpoint: {'; '.join(changed)}")

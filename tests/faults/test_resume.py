@@ -181,6 +181,15 @@ def test_a_disk_that_fails_for_one_launch_changes_nothing(reference, monkeypatch
     assert "at step 8" in succeed().out and state_of(final()) == reference["final"]
 
 
+def test_a_run_cannot_end_before_the_steps_that_it_has_taken(reference):
+    """Regression: it was called completed, with more steps than it has."""
+    take_over(reference["path"], "checkpoint-4", "checkpoint-8")
+    error = training.refuse(num_iterations=5)
+    assert "has taken 8 steps" in error and "after 5" in error and "raise --num-iterations" in error
+    succeed(num_iterations=8)
+    assert training.state()["status"] == "completed"
+
+
 def test_a_save_never_replaces_a_checkpoint_that_the_disk_cannot_read(reference, monkeypatch):
     take_over(reference["path"], "checkpoint-4", "checkpoint-8")
     before = training.fingerprint(training.run_dir() / "checkpoints")

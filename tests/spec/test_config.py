@@ -215,5 +215,7 @@ def test_a_setting_that_the_run_lacks_has_its_default_and_an_unknown_one_is_refu
         resume_settings(old, replace(RUN, overlap=32), run_dir=RUN_DIR)
     with pytest.raises(
         ValueError, match="--zeal: the run has 1, but this code has no such setting"
-    ):
+    ) as error:
         resume_settings({**old, "zeal": 1, "origin": {}, "derived": {}}, RUN, run_dir=RUN_DIR)
+    assert "the code that began it" in str(error.value)
+    assert "--config" not in str(error.value), "it names the same setting"

@@ -56,6 +56,7 @@ SHARE_DOCUMENTS = 1024  # with at least this many documents, lanes' shares are s
 SAMPLE_ROWS = 4096  # rows packed from a bucket that is not rehearsed
 SAMPLE_DOCUMENTS = 64  # documents sampled from a group to estimate its lengths
 SAMPLE_TOKENS = 1 << 20  # of them that are read at once
+ALIKE = 0.05  # groups whose means differ by at most this share are estimated together
 
 
 @dataclass(frozen=True)
@@ -209,16 +210,18 @@ class Sample:
         self.ratios = np.concatenate([own / self.means[g] for g, own in self.of_group.items()])
         contexts = np.concatenate(repeated)
         others = np.delete(groups, chosen)
-        for mean in np.unique(self.means[others]):
-            num_documents = source.groups[others][self.means[others] == mean].sum()
-            lengths.append(self._scaled(mean))
+        alike = np.rint(np.log(self.means[others]) / ALIKE)
+        for level in np.unique(alike):
+            of_level = others[alike == level]
+            counts = source.groups[of_level]
+            lengths.append(self._scaled(np.average(self.means[of_level], weights=counts)))
             repeated.append(contexts)
-            weights.append(np.full(len(contexts), num_documents / len(contexts)))
+            weights.append(np.full(len(contexts), counts.sum() / len(contexts)))
         self.lengths = np.concatenate(lengths)
         self.repeated = np.concatenate(repeated)
         self.weights = np.concatenate(weights)
 
-    def _scaled(self, mean: int) -> np.ndarray:
+    def _scaled(self, mean: float) -> np.ndarray:
         """(n,) int64: lengths of documents in a group with this mean."""
         return np.maximum(1, np.rint(self.ratios * mean)).astype(np.int64)
 

@@ -199,11 +199,11 @@ nodes_of_ranks() { # the nodes that run the processes of the run
     done | sort | paste -sd,
 }
 
-launch=none
+started=none
 trains_again() { # wait until a new launch has trained some steps
     local from
-    await 300 '[[ $(fact launch) != "$launch" && $(fact status) == running ]]'
-    launch=$(fact launch) from=$(fact step)
+    await 300 '[[ $(fact started) != "$started" && $(fact status) == running ]]'
+    started=$(fact started) from=$(fact step)
     await 120 '(($(fact step) >= from + 5))'
 }
 

@@ -64,6 +64,7 @@ GET_DATA = (
 )
 LIST_BYTES = 64 << 20  # the largest text file that may list addresses
 BUCKET = "data"  # the name of the bucket if there is only one
+OWN_TOKENIZER = "tokenizer/tokenizer.json"  # in a data folder that has its own tokenizer
 
 NOT_DATA = re.compile(  # whatever their kind
     r"^(readme|licen[cs]e|copying|notice|changelog|authors|citation)\b|\.(log|lock)$", re.IGNORECASE
@@ -229,6 +230,12 @@ class DataPath:
 
     def __str__(self) -> str:
         return self.text
+
+    @property
+    def home(self) -> AnyPath:
+        """Its folder; of listed files without a common folder, that of the first one."""
+        has_common_folder = not self.files or len(self.folder.parts) > 1
+        return self.folder if has_common_folder else self.files[0].parent
 
     def has_folder(self, name: str) -> bool:
         """Whether it is a folder with a subfolder of this name."""
@@ -421,8 +428,10 @@ def _list_folder(path: AnyPath, data_format: str, suffixes: Sequence[str]) -> Li
     if data_format == "text":
         reasons = _not_documents([entry.path for entry in files])
         data = [entry for entry in data if entry.path not in reasons]
+        own_tokenizer = path / OWN_TOKENIZER
         for file, reason in reasons.items():
-            if file.name not in METADATA:
+            beside_tokenizer = own_tokenizer in reasons and file.parent == own_tokenizer.parent
+            if file.name not in METADATA and not beside_tokenizer:
                 ignored.setdefault(reason, []).append(file)
     hidden = [
         entry.path

@@ -48,12 +48,10 @@ from nanochat.checkpoint import (
 )
 from nanochat.cli import EXIT_HALTED
 from nanochat.common import (
-    AnyPath,
     Remote,
     as_path,
     begin_launch,
     check_stop,
-    get_base_dir,
     is_remote,
     open_door,
     print0,
@@ -70,7 +68,7 @@ from nanochat.dist import (
     other_processors,
     versions,
 )
-from nanochat.files import data_at, default_data_path, list_files, paths_in
+from nanochat.files import OWN_TOKENIZER, data_at, default_data_path, list_files, paths_in
 from nanochat.fork import (
     Parent,
     branch_off,
@@ -104,7 +102,7 @@ from nanochat.schedule import Horizon
 from nanochat.sources import RunData, check_files, open_data, warn_of_arrivals
 from nanochat.steps import Progress
 from nanochat.stream import open_stream
-from nanochat.tokenizer import Tokenizer, get_tokenizer
+from nanochat.tokenizer import JSON_FILE, Tokenizer, default_tokenizer, get_tokenizer
 
 
 class Over(NamedTuple):
@@ -280,36 +278,33 @@ def remember_pins(run_dir: Path) -> None:
 
 
 def find_tokenizer(settings: Settings, data_path: str) -> Tokenizer:
-    """The tokenizer that the settings name; by default tokenizer/ in the data folder, or <base
-    dir>/tokenizer. Of a run whose data has moved, perhaps with the tokenizer in it, and on an empty
-    machine to which a mirror brings the run, it is the run's own. A fork begins with its parent's.
-    ValueError or FileNotFoundError if none exists."""
-    data = data_at(data_path)
-    folder = data.folder
-    if data.files and len(folder.parts) == 1:  # listed files without a common folder
-        folder = data.files[0].parent
-
-    def has_one(place: AnyPath) -> bool:
-        return (place / "tokenizer/tokenizer.json").is_file()
-
-    place: AnyPath | None = None
+    """The tokenizer that the settings name; by default the data's (`default_tokenizer`). Of a run
+    whose data has moved, perhaps with the tokenizer in it, and on an empty machine to which a mirror
+    brings the run, it is the run's own. A fork begins with its parent's. ValueError or
+    FileNotFoundError if none exists."""
+    if settings.tokenizer is not None:
+        return get_tokenizer(settings.tokenizer, eod_token=settings.eod_token)
     of_run = None
     with contextlib.suppress(OSError, ValueError):  # another check says what is wrong with its name
         of_run = _run_that_pins(settings)
-    begins_fork = of_run is not None and of_run != run_path(settings.tag)
-    if begins_fork and of_run and has_one(of_run):  # a fork keeps its parent's
-        place = of_run
-    elif has_one(folder):
-        place = folder
-    elif of_run and has_one(of_run) and not (has_one(get_base_dir()) and folder.exists()):
-        place = of_run
-    elif not has_one(get_base_dir()) and settings.tokenizer is None and settings.data_path:
+    of_data = default_tokenizer(data_path)
+    data_has_one = (of_data / JSON_FILE).is_file()
+    if of_run is not None and (of_run / OWN_TOKENIZER).is_file():
+        begins_fork = of_run != run_path(settings.tag)
+        if begins_fork or not data_has_one or not data_at(data_path).home.exists():
+            return get_tokenizer(of_run / "tokenizer", eod_token=settings.eod_token)
+    if not data_has_one and settings.data_path:
         # a mistake in the path is named before advice that would repeat it
-        list_files(data, settings.data_format)
+        list_files(data_at(data_path), settings.data_format)
+        if settings.data_format != "text":
+            raise FileNotFoundError(
+                f"{data_path}: no tokenizer in it; set --tokenizer to the one that its token files were "
+                f"made with, or to ids:SIZE:EOD_ID if that is lost"
+            )
     return get_tokenizer(
-        settings.tokenizer or (place and place / "tokenizer"),
+        of_data if data_has_one else None,
         eod_token=settings.eod_token,
-        data_path=settings.data_path,
+        data_path=data_path if settings.data_path else None,
     )
 
 

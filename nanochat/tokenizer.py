@@ -58,7 +58,7 @@ from nanochat.common import (
     write_bytes,
     write_json,
 )
-from nanochat.files import GET_DATA, default_data_path
+from nanochat.files import GET_DATA, OWN_TOKENIZER, data_at, default_data_path
 
 if TYPE_CHECKING:
     import torch  # takes seconds to import; only `token_bytes` needs it
@@ -101,6 +101,10 @@ MAX_IDS = 1 << 24  # tables have one entry per id, so a forged size must not fil
 TOKENIZER_HELP = (
     "folder of a tokenizer; tokenizer.json from Hugging Face; tokenizer.pkl from nanochat; "
     "name of a tiktoken encoding (gpt2, ...); ids:SIZE:EOD_ID if only token files exist"
+)
+DEFAULT_HELP = (  # of `default_tokenizer`
+    "default: tokenizer/ in the data folder, else <base dir>/tokenizer, where scripts.tok_train "
+    "writes it"
 )
 EOD_HELP = "the token (text or id) that separates documents (default: the one that the tokenizer's files name)"
 RESTORE = "put the original back or train again with python -m scripts.tok_train --force"
@@ -412,12 +416,15 @@ class Tokenizer(metaclass=_Opens):
         saved = read_description(tokenizer_dir)
         if saved is None:
             data = f"--data-path {data_path} " if data_path else ""
+            selection = (
+                ", and --val-fraction and --text-field if you pass them here" if data else ""
+            )
             missing = "no tokenizer here;"
             if not data and not default_data_path().exists():
                 missing = f"no tokenizer here, and no data to train one on: {GET_DATA}; then"
             raise FileNotFoundError(
                 f"{json_path}: {missing} train one with python -m scripts.tok_train "
-                f"{data}--output-dir {tokenizer_dir}, and --vocab-size 4096 for a small model"
+                f"{data}--output-dir {tokenizer_dir}, --vocab-size 4096 for a small model{selection}"
             )
         kind: type[Tokenizer] = RustBPETokenizer
         if "kind" in saved:
@@ -651,8 +658,7 @@ class TokenizerSettings:
 
     tokenizer: str | None = setting(
         None,
-        f"{TOKENIZER_HELP} (default: tokenizer/ in the data folder, or <base dir>/tokenizer, where "
-        "scripts.tok_train writes it)",
+        f"{TOKENIZER_HELP} ({DEFAULT_HELP})",
         also=["--tokenizer-dir"],
         metavar="NAME",
     )
@@ -668,8 +674,13 @@ class TokenizerSettings:
 
 
 def add_tokenizer_flags(parser: argparse.ArgumentParser) -> None:
-    """Add --tokenizer and --eod-token to a parser."""
-    parser.add_argument("--tokenizer", "--tokenizer-dir", metavar="NAME", help=TOKENIZER_HELP)
+    """Add --tokenizer, whose default is `default_tokenizer`, and --eod-token to a parser."""
+    parser.add_argument(
+        "--tokenizer",
+        "--tokenizer-dir",
+        metavar="NAME",
+        help=f"{TOKENIZER_HELP} ({DEFAULT_HELP})",
+    )
     parser.add_argument("--eod-token", metavar="TOKEN", help=EOD_HELP)
 
 
@@ -684,22 +695,31 @@ def is_ours(folder: AnyPath) -> bool:
         return FORMAT.encode() in file.read(100)
 
 
+def default_tokenizer(data_path: AnyPath | str | None = None) -> AnyPath:
+    """The folder of the tokenizer that every command on some data uses unless --tokenizer names
+    one: tokenizer/ in the data folder, else <base dir>/tokenizer, which may not exist. Raises the
+    errors of `data_at`."""
+    own = data_at(data_path or default_data_path()).home / OWN_TOKENIZER
+    return own.parent if own.is_file() else get_base_dir() / "tokenizer"
+
+
 def get_tokenizer(
     name: AnyPath | str | None = None,
     *,
     eod_token: str | None = None,
     data_path: AnyPath | str | None = None,
 ) -> Tokenizer:
-    """The tokenizer that --tokenizer names; by default the one that scripts.tok_train writes.
+    """The tokenizer that --tokenizer names, else `default_tokenizer(data_path)`.
 
     `name`: a folder that `Tokenizer.save` wrote, or another program's tokenizer
     (third_party_tokenizers.py lists them). `eod_token`: the text or id of the token that separates
-    documents, if the tokenizer's files do not name it. `data_path`: the user's data, for the error
-    message. Raises FileNotFoundError, OSError and ValueError.
+    documents, if the tokenizer's files do not name it. `data_path`: the data that it is for. Raises
+    FileNotFoundError, OSError and ValueError.
     """
-    folder = get_base_dir() / "tokenizer" if name is None else name
-    if name is not None and not is_ours(as_path(name)):
-        return open_door(TOKENIZERS["other"])(str(name), eod_token)
+    folder = as_path(default_tokenizer(data_path) if name is None else name)
+    is_missing = name is None and not (folder / JSON_FILE).is_file()
+    if not is_missing and not is_ours(folder):
+        return open_door(TOKENIZERS["other"])(str(name or folder), eod_token)
     if eod_token is not None:
         raise ValueError(
             f"--eod-token {eod_token}: the tokenizer in {folder} has its own; leave this flag out"

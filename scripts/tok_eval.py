@@ -19,7 +19,13 @@ from nanochat.files import FORMATS, data_at
 from nanochat.splits import split_train_val
 from nanochat.text import ALL, Selection, add_text_flags
 from nanochat.text_kinds import read_texts
-from nanochat.tokenizer import RustBPETokenizer, Tokenizer, add_tokenizer_flags, get_tokenizer
+from nanochat.tokenizer import (
+    RustBPETokenizer,
+    Tokenizer,
+    add_tokenizer_flags,
+    default_tokenizer,
+    get_tokenizer,
+)
 
 PEERS = ("gpt2", "cl100k_base")
 
@@ -92,7 +98,6 @@ def main(argv: list[str] | None = None) -> int:
     )
     args = parser.parse_args(argv)
     setup_logging()
-    tokenizer = get_tokenizer(args.tokenizer, eod_token=args.eod_token)
     samples = {name: [text] for name, text in SAMPLES.items()}
     if args.data_path:
         selection = Selection.of(vars(args))
@@ -103,6 +108,8 @@ def main(argv: list[str] | None = None) -> int:
         for split, buckets in splits.items():
             files = list(itertools.chain.from_iterable(buckets.values()))
             samples[split] = list(first_texts(files, args.max_chars, selection.for_split(split)))
+    tokenizer = get_tokenizer(args.tokenizer, eod_token=args.eod_token, data_path=args.data_path)
+    place = args.tokenizer or default_tokenizer(args.data_path)
     peers = load_peers()
     rows: list[list[str | int]] = []
     for name, texts in samples.items():
@@ -119,7 +126,8 @@ def main(argv: list[str] | None = None) -> int:
             row += [f"{theirs:.2f}", f"{100 * (ours / theirs - 1):+.1f} %"]
         rows.append(row)
     print(
-        f"tokenizer {tokenizer.fingerprint}, {tokenizer.get_vocab_size():,} tokens; bytes per token:"
+        f"tokenizer {place}, {tokenizer.get_vocab_size():,} tokens, fingerprint "
+        f"{tokenizer.fingerprint}; bytes per token:"
     )
     header = ["text", "bytes", "ours"]
     for name in peers:

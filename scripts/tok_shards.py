@@ -6,9 +6,10 @@ Tokenize text once, into token shards that training reads.
 Every text file below the input folder (all kinds that docs/data.md lists)
 becomes a pair: a file of ids and its index. RAW/BUCKET/... becomes OUT/train/BUCKET/NAME.bin and
 .idx, and each bucket's last file becomes OUT/val/BUCKET/...; RAW/train/... and RAW/val/... keep
-their split. Each folder of pairs gets a manifest.json, and OUT/tokenizer is a copy of the
-tokenizer. --format=megatron writes Megatron's pairs: each whole document as a single sequence,
-followed by the end-of-document id.
+their split. Each folder of pairs gets a manifest.json. The tokenizer is the one that runs on RAW
+use: --tokenizer, else RAW/tokenizer, else <base dir>/tokenizer. OUT/tokenizer is a copy of it.
+--format=megatron writes Megatron's pairs: each whole document as a single sequence, followed by the
+end-of-document id.
 
 The same command resumes after a crash, Ctrl-C or a failure, and converts changed files again. On
 several machines, run it with --task-index i --num-tasks n on each one, then once with --finish
@@ -34,7 +35,12 @@ from nanochat.files import DataPath, data_at
 from nanochat.pretokenize import TOKENIZER, Input, Pretokenizer, Windows, describe_tokenizer
 from nanochat.splits import find_splits, last_of, split_train_val
 from nanochat.text import SUFFIXES, Selection, add_text_flags, text_suffix
-from nanochat.tokenizer import add_tokenizer_flags, get_tokenizer, read_description
+from nanochat.tokenizer import (
+    add_tokenizer_flags,
+    default_tokenizer,
+    get_tokenizer,
+    read_description,
+)
 
 OUTPUTS = {"gpts": "shards", "megatron": "megatron"}  # --format: the --data-format that reads it
 SHOWN = 10  # maximum number of broken lines listed per input, and of missing inputs listed
@@ -257,6 +263,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"data: {data.on_hub}")
     tokenizer = get_tokenizer(args.tokenizer, eod_token=args.eod_token, data_path=args.input_dir)
     tokenizer.encode("")  # raises if the tokenizer has only ids and no text
+    place = args.tokenizer or default_tokenizer(args.input_dir)
+    print(
+        f"tokenizer: {place}, {tokenizer.get_vocab_size():,} tokens, fingerprint {tokenizer.fingerprint}"
+    )
     job = Pretokenizer(
         args.output_dir,
         inputs,

@@ -33,7 +33,13 @@ from nanochat.files import BUCKET, DATASET_NAME, FORMATS, data_at, default_data_
 from nanochat.splits import DataFile, describe_split, last_file_validates, split_train_val
 from nanochat.text import Selection, add_text_flags
 from nanochat.text_kinds import read_texts
-from nanochat.tokenizer import SPECIAL_TOKENS, RustBPETokenizer, read_description
+from nanochat.tokenizer import (
+    JSON_FILE,
+    SPECIAL_TOKENS,
+    RustBPETokenizer,
+    default_tokenizer,
+    read_description,
+)
 
 DOC_CAP = 10_000  # characters of a document, if there is too much data
 
@@ -93,7 +99,7 @@ def find_existing(
     if training.get("arguments") != arguments or not same_files:
         raise ValueError(
             f"{output_dir}: holds a tokenizer trained with different arguments or files, which data and "
-            f"runs may depend on. Add --output-dir=DATA/tokenizer, where runs on the folder DATA "
+            f"runs may depend on. Add --output-dir=DATA/tokenizer, where commands on the folder DATA "
             f"find it, or replace it with --force"
         )
     return RustBPETokenizer.from_directory(output_dir)
@@ -256,6 +262,11 @@ def main(argv: list[str] | None = None) -> int:
     print(
         f"{output_dir}: {tokenizer.get_vocab_size():,} tokens, fingerprint {tokenizer.fingerprint}"
     )
+    of_data = default_tokenizer(data_path)
+    if (of_data / JSON_FILE).is_file() and of_data.resolve() != output_dir.resolve():
+        print(
+            f"note: commands on {data_path} use {of_data} unless you pass --tokenizer={output_dir}"
+        )
     return 0
 
 

@@ -157,6 +157,17 @@ def test_json_that_programs_write_beside_data_is_neither_read_nor_listed(tmp_pat
     assert caplog.text == ""
 
 
+def test_the_files_of_the_datas_own_tokenizer_are_not_listed(tmp_path, caplog):
+    """Regression: each launch warned of tokenizer/ranks.tiktoken."""
+    folder = write(tmp_path, "a.parquet", "b.parquet", "tokenizer/ranks.tiktoken", "x.tiktoken")
+    split_train_val(data_at(folder))
+    assert "2 files are not read" in caplog.text
+    caplog.clear()
+    write(tmp_path, "tokenizer/tokenizer.json")
+    split_train_val(data_at(folder))
+    assert "1 file is not read: x.tiktoken" in caplog.text
+
+
 def test_one_line_lists_all_files_that_are_not_read(tmp_path, caplog):
     folder = write(
         tmp_path,

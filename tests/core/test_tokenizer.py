@@ -178,6 +178,17 @@ def test_the_default_tokenizer_is_that_of_the_base_directory_or_an_error_with_th
     assert torch.equal(get_token_bytes(), tok.token_bytes())
 
 
+def test_the_tokenizer_in_the_data_folder_comes_before_that_of_the_base_directory(
+    tok, other, tmp_path, base_dir
+):
+    tok.save(base_dir / "tokenizer")
+    other.save(tmp_path / "data/tokenizer")
+    write_parquet(tmp_path / "data/a.parquet", ["a text"])
+    for data_path in (tmp_path / "data", tmp_path / "data/a.parquet"):
+        assert get_tokenizer(data_path=data_path).fingerprint == other.fingerprint
+    assert get_tokenizer(data_path=tmp_path).fingerprint == tok.fingerprint
+
+
 def test_a_tiktoken_encoding_has_endoftext_as_bos_survives_saving_and_an_absent_one_is_one_sentence(
     tok, tmp_path, encodings
 ):
@@ -291,6 +302,31 @@ def test_tok_train_reuses_a_tokenizer_and_refuses_at_once_to_replace_another(
         run_train(data_dir, "--max-chars", "60000")
     assert run_train(data_dir, "--vocab-size=500", "--force") == 0
     assert get_tokenizer().get_vocab_size() == 500 and "reused" not in capsys.readouterr().out
+
+
+def test_tok_train_says_when_commands_on_the_data_use_another_tokenizer(
+    data_dir, other, base_dir, capsys
+):
+    assert run_train(data_dir) == 0 and "note" not in capsys.readouterr().out
+    other.save(data_dir / "tokenizer")
+    assert run_train(data_dir) == 0
+    note = f"commands on {data_dir} use {data_dir}/tokenizer unless you pass --tokenizer={base_dir}"
+    assert note in capsys.readouterr().out
+
+
+def test_tok_eval_measures_the_tokenizer_in_the_data_folder(
+    data_dir, tok, other, base_dir, capsys, encodings
+):
+    tok.save(base_dir / "tokenizer")
+    other.save(data_dir / "tokenizer")
+    assert tok_eval.main(["--data-path", str(data_dir)]) == 0
+    out = capsys.readouterr().out
+    assert f"tokenizer {data_dir}/tokenizer, " in out and other.fingerprint in out
+
+
+def test_tok_eval_without_a_tokenizer_names_the_command_that_trains_one_on_the_data(data_dir):
+    with pytest.raises(FileNotFoundError, match=f"tok_train --data-path {data_dir} --output-dir"):
+        tok_eval.main(["--data-path", str(data_dir)])
 
 
 def test_tok_eval_prints_bytes_per_token_and_works_without_peers(

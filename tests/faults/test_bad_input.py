@@ -680,6 +680,14 @@ def test_training_names_the_shard_whose_ids_are_outside_the_vocabulary(copied, s
         assert checkpoints("new") == ["final"]
 
 
+def test_token_files_without_a_tokenizer_ask_for_theirs_and_not_for_a_new_one(copied):
+    for folder in (copied, copied / "shards"):
+        shutil.rmtree(folder / "tokenizer")
+    said = training.refuse(data_path=copied / "shards", data_format="shards", model_tag="new")
+    assert f"{copied}/shards: no tokenizer" in said and "--tokenizer" in said
+    assert "tok_train" not in said
+
+
 def test_shards_contain_their_tokenizer_and_can_be_restored_to_the_byte(copied):
     new = {
         "data_path": copied / "shards",

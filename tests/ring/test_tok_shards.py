@@ -111,6 +111,20 @@ def test_documents_manifests_and_tokenizer(raw, tmp_path, tokenizer, capsys):
     assert f"7 of 7 shards finished: {170 + 2 * len(odd)} documents" in capsys.readouterr().out
 
 
+def test_the_tokenizer_in_the_input_folder_is_used_as_in_a_run_and_named(
+    raw, tmp_path, base_dir, tokenizer, capsys
+):
+    """Regression: that of the base directory was used, and not named."""
+    shutil.copytree(tokenizer, base_dir / "tokenizer")
+    own = RustBPETokenizer.train_from_iterator(some_texts(200, seed=8), 280)
+    own.save(raw / "tokenizer")
+    out = tmp_path / "out"
+    assert tok_shards.main([f"--input-dir={raw}", f"--output-dir={out}", "--num-workers=1"]) == 0
+    assert RustBPETokenizer.from_directory(out / "tokenizer").fingerprint == own.fingerprint
+    line = f"tokenizer: {raw}/tokenizer, 280 tokens, fingerprint {own.fingerprint}"
+    assert line in capsys.readouterr().out
+
+
 def test_names_may_be_as_long_as_the_file_system_allows(tmp_path, tokenizer):
     """Regression: names of temporary files were longer."""
     for stem in ("a" * 245, "b" * 245, "\u6f22" * 80):

@@ -61,12 +61,12 @@ from nanochat.files import find_files
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.order import StreamConfig, default_lanes
 from nanochat.rows import Row
+from nanochat.run_facts import markdown
 from nanochat.schedule import REFERENCE_BATCH_TOKENS, Schedule
 from nanochat.sources import open_source, scan
 from nanochat.stream import Stream, ledger
 from nanochat.text_kinds import read_texts
 from nanochat.tokenizer import RustBPETokenizer
-from scripts.report import markdown
 
 ARMS: dict[str, dict[str, Any]] = {
     "nanochat": {},

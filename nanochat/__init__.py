@@ -46,7 +46,7 @@ A run, from its command to its end:
     receipt          proof for others                   receipt_check    its check
     mirror           a copy of the run elsewhere        mirror_owner     who may write that copy
     mirror_store     where it lies                      mirror_marks     what it holds of each save
-    mirror_fetch     from it to an empty machine
+    mirror_fetch     from it to an empty machine        run_facts        a run in words and tables
 
 The floor: `common` (files, JSON, hashes), `cli` (flags; `old_flags`), `dist` (processes).
 

@@ -71,12 +71,21 @@ from nanochat.pins import DATA_MANIFEST
 from nanochat.receipt import NAME as RECEIPT_NAME
 from nanochat.receipt import make_receipt
 from nanochat.run_dir import CONFIG_NAME, open_folders, run_path
+from nanochat.run_facts import (
+    ancestor_sentences,
+    contamination_table,
+    data_table,
+    escape_html,
+    fork_sentences,
+    left_out_sentences,
+    markdown,
+    settings_table,
+)
 from nanochat.run_order import order_of
 from nanochat.run_owner import write_completed
 from nanochat.run_reader import RunReader
 from nanochat.run_settings import build_model, resolve
 from nanochat.tokenizer import RustBPETokenizer, Tokenizer, get_tokenizer, replace_surrogates
-from scripts.report import contamination_table, escape_html, markdown
 
 log = logging.getLogger(__name__)
 
@@ -353,16 +362,20 @@ def model_card(checkpoint: Checkpoint, run: RunReader, num_parameters: int) -> b
     """
     step = checkpoint.step
     tag = run.config.get("model_tag") or run.name
-    files = []
-    for name, root, _, size, documents in run.files():
-        files.append((name, documents, size, Path(root).name))
     facts = [("parameters", num_parameters), *facts_about(checkpoint, run)]
-    about = "\n".join(markdown(("fact", "value"), facts))
-    data = "\n".join(markdown(("data", "documents", "bytes", "folder"), files))
+    lines = markdown(("fact", "value"), facts)
+    forks = [*fork_sentences(run, paths=False), *ancestor_sentences(run, paths=False)]
+    sentences = [*forks, *left_out_sentences(run)]
+    if sentences:
+        lines += [escape_html(" ".join(sentences)), ""]
+    lines += data_table(run, paths=False)
     results = seen.read_results(run.run_dir)
     if results:
-        benchmarks = contamination_table(results, step)
-        data += "\n".join(["", "Benchmarks in the data:", "", *benchmarks, ""])
+        lines += ["Benchmarks in the data:", "", *contamination_table(results, step), ""]
+    settings = settings_table(run, paths=False)
+    if settings:
+        lines += ["Settings that are not defaults:", "", *settings]
+    about = "\n".join(lines)
     return f"""---
 library_name: transformers
 pipeline_tag: text-generation
@@ -373,7 +386,6 @@ pipeline_tag: text-generation
 A language model, pretrained and not tuned: it continues text.
 
 {about}
-{data}
 The architecture is in `{CODE}.py`, which transformers (5 or newer) runs with `trust_remote_code=True`. The tokenizer
 puts the BOS token in front of every text. Two runs with equal digests saw the same data.
 

@@ -42,6 +42,7 @@ from nanochat.run_curves import (
     step_series,
 )
 from nanochat.run_dir import CONFIG_NAME, find_run, list_runs, run_path
+from nanochat.run_facts import sentences_about
 from nanochat.run_reader import (
     Launch,
     LogRecord,
@@ -53,7 +54,6 @@ from nanochat.run_reader import (
 )
 from nanochat.run_settings import setting_tables
 from scripts import status
-from scripts.report import sentences_about
 
 ROOM = 1_000_000  # bytes of JSON; the whole page stays below 4 MB
 WATCH_EVERY_S = 10

@@ -15,18 +15,25 @@ that ended. If a stage ran several times, its times are added up.
 import argparse
 import re
 import time
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from html import escape
 from pathlib import Path
 from typing import Any
 
 from nanochat import seen
 from nanochat.cli import Parser, run_main
-from nanochat.common import counted, duration, show, visible, write_bytes
+from nanochat.common import duration, write_bytes
 from nanochat.run_curves import tokens_by_bucket
-from nanochat.run_dir import changes_text, find_run
+from nanochat.run_dir import find_run
+from nanochat.run_facts import (
+    contamination_table,
+    data_table,
+    escape_html,
+    fenced,
+    markdown,
+    sentences_about,
+    settings_table,
+)
 from nanochat.run_reader import RunReader, ledger_table
 from nanochat.run_settings import setting_tables
 
@@ -54,121 +61,6 @@ def read_stages(path: Path) -> list[Stage]:
         stage.failed += code != "0"
         stage.command = command
     return list(stages.values())
-
-
-# ---- markdown -----------------------------------------------------------------------------------
-
-
-def escape_html(text: str) -> str:
-    """Text with its HTML escaped, for a markdown renderer."""
-    return escape(text, quote=False)
-
-
-def markdown(header: Sequence[Any], rows: Sequence[Sequence[Any]]) -> list[str]:
-    """A markdown table and an empty line; nothing without rows.
-
-    The first column is left-aligned, the others are right-aligned. Pipes and HTML in cells are
-    escaped.
-    """
-    if not rows:
-        return []
-
-    def line(cells: Sequence[str]) -> str:
-        return f"| {' | '.join(cells)} |"
-
-    def escaped(cell: object) -> str:
-        return escape_html(show(cell)).replace("|", "\\|").replace("\n", " ")
-
-    alignment = ["---", *["---:"] * (len(header) - 1)]
-    lines = [line([escaped(cell) for cell in row]) for row in (header, *rows)]
-    lines.insert(1, line(alignment))
-    return [*lines, ""]
-
-
-def fenced(text: str) -> list[str]:
-    """Text in a code fence that is longer than any fence in it, and an empty line.
-
-    Control characters are escaped.
-    """
-    longest = max(map(len, re.findall("`+", text)), default=0)
-    fence = "`" * max(3, longest + 1)
-    return [f"{fence}text", *map(visible, text.splitlines()), fence, ""]
-
-
-# ---- the parts ----------------------------------------------------------------------------------
-
-
-def sentences_about(run: RunReader) -> list[str]:
-    """A few sentences about the run: its progress and end, what it learned, its launches."""
-    if not (run.launches and run.steps):
-        return [*fork_sentences(run), "No step was logged."]
-    return [
-        *fork_sentences(run),
-        *progress_sentences(run),
-        *launch_sentences(run),
-        *event_sentences(run),
-    ]
-
-
-def fork_sentences(run: RunReader) -> list[str]:
-    """Where a fork branched off, and what it changed."""
-    fork = run.fork
-    if fork is None:
-        return []
-    gone = "" if run.parent_dir else ", which no longer exists"
-    begin = f"{fork.place} (after {fork.tokens:,} tokens)"
-    return [f"It is a fork of {begin}{gone}: {changes_text(fork.changes)}."]
-
-
-def progress_sentences(run: RunReader) -> list[str]:
-    """How far the run came, and what it learned."""
-    last = run.launches[-1]
-    reason = f" ({last.reason})" if last.reason else ""
-    horizon = f" of {run.horizon:,}" if run.horizon else ""
-    own = " of its own" if run.fork else ""
-    sentences = [
-        f"The run {last.end or 'is unfinished'}{reason} after {last.last:,}{horizon} steps: "
-        f"{run.own_tokens:,} tokens{own} in {duration(run.train_time_s)} of training."
-    ]
-    val = [*run.val_bpb.values()]
-    if len(val) > 1:
-        first, newest = val[0], val[-1]
-        moved = "fell" if newest < first else "did not fall: they went"
-        sentences.append(f"Validation bits per byte {moved} from {show(first)} to {show(newest)}.")
-    return sentences
-
-
-def launch_sentences(run: RunReader) -> list[str]:
-    """How many launches the run took, and how the earlier ones ended."""
-    *earlier, _ = run.launches
-    counts = Counter(launch.end for launch in earlier)
-    ends = [
-        f"{counts[end]} {end}" for end in ("killed", "stopped", "halted", "failed") if counts[end]
-    ]
-    number = "one launch"
-    if earlier:
-        number = f"{len(run.launches)} launches ({', '.join(ends) or 'none interrupted'})"
-    worlds = sorted({launch.world_size for launch in run.launches})
-    processes = "process" if worlds == [1] else "processes"
-    sentences = [f"It took {number}, on {' and '.join(map(str, worlds))} {processes}."]
-    for launch in earlier:
-        if launch.end == "halted":
-            sentences.append(f"It halted at step {launch.last:,} ({launch.reason}).")
-    return sentences
-
-
-def event_sentences(run: RunReader) -> list[str]:
-    """The buckets that ran dry, and the steps that were not applied."""
-    sentences = []
-    dry = {event["bucket"]: event for event in run.named("dropped")}  # the newest of each bucket
-    for bucket, event in dry.items():
-        lanes = counted(event["lanes"], "lane")
-        sentences.append(f"Bucket {bucket} ran dry, at step {event['step']:,} in {lanes}.")
-    skipped = run.named("skipped")
-    if skipped:
-        steps = counted(len(skipped), "step")
-        sentences.append(f"It did not apply {steps}, most recently step {skipped[-1]['step']:,}.")
-    return sentences
 
 
 def result_part(run: RunReader) -> list[str]:
@@ -231,16 +123,15 @@ def training_figures(run: RunReader) -> dict[str, Any]:
 
 
 def settings_part(run: RunReader, stages: Sequence[Stage]) -> list[str]:
-    """The commands, the settings, and the values that follow from them."""
-    commands = [stage.command for stage in stages] or commands_of(run)
+    """The stages of speedrun.sh, the settings, and the values that follow from them."""
+    commands = [stage.command for stage in stages]
     times = [(stage.name, duration(stage.seconds), stage.runs, stage.failed) for stage in stages]
     tables = setting_tables(run.last_config, run.typed)
+    of_stages = ["Commands of the stages:", "", *fenced("\n".join(commands))] if stages else []
     return [
-        "Commands:",
-        "",
-        *fenced("\n".join(dict.fromkeys(commands)) or "unknown"),
+        *of_stages,
         *markdown(("stage", "time", "runs", "failed or stopped"), times),
-        *markdown(("setting", "value", "default"), tables["set"]),
+        *settings_table(run),
         *markdown(("derived", "value"), tables["worked out"]),
         "<details><summary>settings at their defaults</summary>",
         "",
@@ -250,35 +141,30 @@ def settings_part(run: RunReader, stages: Sequence[Stage]) -> list[str]:
     ]
 
 
-def commands_of(run: RunReader) -> list[str]:
-    """The commands that launched the run, as far as the log has them."""
-    commands = []
-    for launch in run.launches:
-        command = launch.started.get("command")
-        if not command:
-            continue
-        if launch.world_size > 1:
-            command += f"  # on {launch.world_size} processes"
-        commands.append(command)
-    return commands
-
-
 def launches_part(run: RunReader) -> list[str]:
-    """Where each launch ran."""
+    """Which steps each launch took, where it ran, and its command."""
+    if not run.launches:
+        return ["None was logged."]
+    header = (
+        *("launch", "from step", "to step", "planned steps", "end"),
+        *("processes", "device", "PyTorch", "commit"),
+    )
     rows = []
-    for launch in run.launches:
+    commands = []
+    for number, launch in enumerate(run.launches, start=1):
         started = launch.started
+        steps = (launch.first, launch.last, started.get("num_iterations") or "unknown")
         device = started.get("gpu") or started["device"]
         code = started.get("code") or "unknown"
-        rows.append((launch.first, launch.world_size, device, started["torch"], code))
-    return markdown(("first step", "processes", "device", "PyTorch", "commit"), rows)
+        machine = (launch.world_size, device, started["torch"], code)
+        rows.append((number, *steps, launch.end or "none", *machine))
+        commands.append(f"{started.get('command') or 'unknown'}  # launch {number}")
+    return [*markdown(header, rows), *fenced("\n".join(commands))]
 
 
 def data_part(run: RunReader) -> list[str]:
     """The files, and the ledger."""
-    # with --val-fraction, both splits name the same files
-    header = ("bucket (split)", "folder", "files", "bytes of the files", "documents of this split")
-    lines = markdown(header, run.files())
+    lines = data_table(run)
     ledger, columns, rows = ledger_table(*run.ledger())
     if not rows:
         return [*lines, "No ledger before the first checkpoint."]
@@ -297,12 +183,6 @@ def contamination_part(run: RunReader) -> list[str]:
     return contamination_table(results, run.num_steps)
 
 
-def contamination_table(results: Mapping[str, seen.TaskResult], step: int) -> list[str]:
-    """A table of the items of benchmarks that a run saw before a step, and sentences about it."""
-    rows = [seen.count(label, result, step).cells for label, result in results.items()]
-    return [*markdown(seen.HEADER, rows), " ".join(seen.describe(results, step))]
-
-
 def samples_part(run: RunReader) -> list[str]:
     """The texts that the model wrote: the newest from training, and all from the evaluation."""
     lines: list[str] = []
@@ -319,7 +199,7 @@ def make_report(run: RunReader, stages: Sequence[Stage] = ()) -> str:
     """The whole report."""
     parts = {
         "Results": result_part(run),
-        "Commands and settings": settings_part(run, stages),
+        "Settings": settings_part(run, stages),
         "Launches": launches_part(run),
         "Data": data_part(run),
         "Benchmarks in the data": contamination_part(run),

@@ -368,6 +368,28 @@ def test_config_and_card_describe_the_model(base):
     assert str(base) not in card, "no path of this machine"
 
 
+def test_the_card_of_a_fork_names_its_ancestors_its_split_and_what_it_left_out(base):
+    """Regression: it read as if all files had been trained on, and as if validation were training."""
+    training.succeed(model_tag="first", val_fraction=0.1, num_iterations=3, save_every=1)
+    training.succeed(model_tag="warm", fork_from="first@1", matrix_lr=0.5)
+    (base / "some.txt").write_text("shard_1.parquet:*\n")
+    training.succeed(model_tag="bare", fork_from="warm@2", without_documents=base / "some.txt")
+    assert export.main(["bare", f"{base / 'bare-hf'}", "--to=hf"]) == 0
+    card = (base / "bare-hf" / "README.md").read_text()
+    for words in (
+        "It is a fork of warm@2 ",
+        'without_documents null -&gt; "some.txt". warm is a fork of first@1 ',
+        "matrix_lr 0.02 -&gt; 0.5",
+        "From step 2 on, --without-documents left out 1 whole file (shard_1.parquet).",
+        "validation reads 0.1 of each, training the rest",
+        "| documents of this split |",
+        '| data_path | "data" | null |',
+        "| depth | 2 | 20 |",
+    ):
+        assert words in card, card
+    assert str(base) not in card, "no path of this machine"
+
+
 # ---- in ------------------------------------------------------------------------------------------
 
 

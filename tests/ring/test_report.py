@@ -106,8 +106,8 @@ def test_every_figure_is_the_one_on_disk(run):
         "tokens/s, median step": [show(statistics.median(step["tokens_per_s"] for step in steps))],
         "params_total": [show(config["derived"]["params_total"])],
         "depth": ["2", "20"],
-        "0": ["1", "cpu", first["torch"], first["code"] or "unknown"],
-        "4": ["2", "cpu", first["torch"], "unknown"],
+        "1": ["0", "6", "8", "killed", "1", "cpu", first["torch"], first["code"] or "unknown"],
+        "2": ["4", "8", "8", "completed", "2", "cpu", first["torch"], "unknown"],
         "set-up": ["1.0 s", "1", "0"],
         "training": ["2 min 45 s", "2", "1"],
         "data (train)": [
@@ -141,6 +141,13 @@ def test_every_figure_is_the_one_on_disk(run):
         "It took 2 launches (1 killed), on 1 and 2 processes.",
     ]
     assert "````text\nOnce ```upon```\na time\n````" in text and "```text\nimport | os\n```" in text
+
+
+def test_the_command_of_every_launch_is_listed_also_of_equal_ones(run):
+    """Regression: equal commands were one line, so it was unknown which launch had which."""
+    command_line = training.events("started")[0]["command"]
+    text = make_report(RunReader(run))
+    assert f"{command_line}  # launch 1\n{command_line}  # launch 2\n" in text
 
 
 FILES = ["eval.json", "data_manifest.json", "logs/train.jsonl", "logs/cursors"]

@@ -1,0 +1,214 @@
+"""
+The facts about a run, as sentences and markdown tables.
+
+They have one source, here, because several documents contain them: the report and the page, which
+stay on the machine, and the model card of an export, which is published. So `paths=False` shortens
+every path of this machine to its last name.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from html import escape
+from typing import Any
+
+from nanochat import seen
+from nanochat.common import counted, duration, few, show, visible
+from nanochat.run_dir import changes_text
+from nanochat.run_history import history_of
+from nanochat.run_reader import RunReader
+from nanochat.run_settings import setting_tables
+
+# ---- markdown -----------------------------------------------------------------------------------
+
+
+def escape_html(text: str) -> str:
+    """Text with its HTML escaped, for a markdown renderer."""
+    return escape(text, quote=False)
+
+
+def markdown(header: Sequence[Any], rows: Sequence[Sequence[Any]]) -> list[str]:
+    """A markdown table and an empty line; nothing without rows.
+
+    The first column is left-aligned, the others are right-aligned. Pipes and HTML in cells are
+    escaped.
+    """
+    if not rows:
+        return []
+
+    def line(cells: Sequence[str]) -> str:
+        return f"| {' | '.join(cells)} |"
+
+    def escaped(cell: object) -> str:
+        return escape_html(show(cell)).replace("|", "\\|").replace("\n", " ")
+
+    alignment = ["---", *["---:"] * (len(header) - 1)]
+    lines = [line([escaped(cell) for cell in row]) for row in (header, *rows)]
+    lines.insert(1, line(alignment))
+    return [*lines, ""]
+
+
+def fenced(text: str) -> list[str]:
+    """Text in a code fence that is longer than any fence in it, and an empty line.
+
+    Control characters are escaped.
+    """
+    longest = max(map(len, re.findall("`+", text)), default=0)
+    fence = "`" * max(3, longest + 1)
+    return [f"{fence}text", *map(visible, text.splitlines()), fence, ""]
+
+
+def without_folders(value: Any) -> Any:
+    """A text whose paths are shortened to their last names, except those of data on the Hub; any
+    other value as it is."""
+    if not isinstance(value, str):
+        return value
+
+    def last_name(match: re.Match[str]) -> str:
+        word = match[0]
+        return word if word.startswith("hf://") else word.rstrip("/").rpartition("/")[2]
+
+    return re.sub(r'[^\s",]+', last_name, value)
+
+
+# ---- sentences ----------------------------------------------------------------------------------
+
+
+def sentences_about(run: RunReader) -> list[str]:
+    """A few sentences about the run: its progress and end, what it learned, its launches."""
+    if not (run.launches and run.steps):
+        return [*fork_sentences(run), *left_out_sentences(run), "No step was logged."]
+    return [
+        *fork_sentences(run),
+        *left_out_sentences(run),
+        *progress_sentences(run),
+        *launch_sentences(run),
+        *event_sentences(run),
+    ]
+
+
+def fork_sentences(run: RunReader, *, paths: bool = True) -> list[str]:
+    """Where a fork branched off, and what it changed."""
+    fork = run.fork
+    if fork is None:
+        return []
+    gone = "" if run.parent_dir else ", which no longer exists"
+    begin = f"{fork.place} (after {fork.tokens:,} tokens)"
+    changes = fork.changes
+    if not paths:
+        changes = {name: [*map(without_folders, values)] for name, values in changes.items()}
+    return [f"It is a fork of {begin}{gone}: {changes_text(changes)}."]
+
+
+def ancestor_sentences(run: RunReader, *, paths: bool = True) -> list[str]:
+    """Where the ancestors of a fork branched off, if these are forks, too; the youngest first."""
+    sentences = []
+    for stretch in reversed(history_of(run)[:-1]):
+        for sentence in fork_sentences(stretch.run, paths=paths) if stretch.run else ():
+            sentences.append(sentence.replace("It", stretch.name, 1))
+    return sentences
+
+
+def left_out_sentences(run: RunReader) -> list[str]:
+    """From which step on the run and its ancestors left out which documents."""
+    sentences = []
+    before: dict[str, list[int] | None] = {}
+    for stretch in history_of(run):
+        listed = stretch.run.listed() if stretch.run else {}
+        if listed and listed != before:
+            documents = sum(len(rows) for rows in listed.values() if rows is not None)
+            whole = [file for file, rows in listed.items() if rows is None]
+            parts = []
+            if documents:
+                parts.append(counted(documents, "document"))
+            if whole:
+                parts.append(f"{counted(len(whole), 'whole file')} ({few(whole)})")
+            sentences.append(
+                f"From step {stretch.first:,} on, --without-documents left out {' and '.join(parts)}."
+            )
+        before = listed
+    return sentences
+
+
+def progress_sentences(run: RunReader) -> list[str]:
+    """How far the run came, and what it learned."""
+    last = run.launches[-1]
+    reason = f" ({last.reason})" if last.reason else ""
+    horizon = f" of {run.horizon:,}" if run.horizon else ""
+    own = " of its own" if run.fork else ""
+    sentences = [
+        f"The run {last.end or 'is unfinished'}{reason} after {last.last:,}{horizon} steps: "
+        f"{run.own_tokens:,} tokens{own} in {duration(run.train_time_s)} of training."
+    ]
+    val = [*run.val_bpb.values()]
+    if len(val) > 1:
+        first, newest = val[0], val[-1]
+        moved = "fell" if newest < first else "did not fall: they went"
+        sentences.append(f"Validation bits per byte {moved} from {show(first)} to {show(newest)}.")
+    return sentences
+
+
+def launch_sentences(run: RunReader) -> list[str]:
+    """How many launches the run took, and how the earlier ones ended."""
+    *earlier, _ = run.launches
+    counts = Counter(launch.end for launch in earlier)
+    ends = [
+        f"{counts[end]} {end}" for end in ("killed", "stopped", "halted", "failed") if counts[end]
+    ]
+    number = "one launch"
+    if earlier:
+        number = f"{len(run.launches)} launches ({', '.join(ends) or 'none interrupted'})"
+    worlds = sorted({launch.world_size for launch in run.launches})
+    processes = "process" if worlds == [1] else "processes"
+    sentences = [f"It took {number}, on {' and '.join(map(str, worlds))} {processes}."]
+    for launch in earlier:
+        if launch.end == "halted":
+            sentences.append(f"It halted at step {launch.last:,} ({launch.reason}).")
+    return sentences
+
+
+def event_sentences(run: RunReader) -> list[str]:
+    """The buckets that ran dry, and the steps that were not applied."""
+    sentences = []
+    dry = {event["bucket"]: event for event in run.named("dropped")}  # the newest of each bucket
+    for bucket, event in dry.items():
+        lanes = counted(event["lanes"], "lane")
+        sentences.append(f"Bucket {bucket} ran dry, at step {event['step']:,} in {lanes}.")
+    skipped = run.named("skipped")
+    if skipped:
+        steps = counted(len(skipped), "step")
+        sentences.append(f"It did not apply {steps}, most recently step {skipped[-1]['step']:,}.")
+    return sentences
+
+
+# ---- tables -------------------------------------------------------------------------------------
+
+
+def settings_table(run: RunReader, *, paths: bool = True) -> list[str]:
+    """The settings that the command line named and that differ from their defaults."""
+    rows = []
+    for name, value, default in setting_tables(run.last_config, run.typed)["set"]:
+        rows.append((name, value if paths else without_folders(value), default))
+    return markdown(("setting", "value", "default"), rows)
+
+
+def data_table(run: RunReader, *, paths: bool = True) -> list[str]:
+    """The files of each bucket and split, and how --val-fraction divides them."""
+    rows = []
+    for name, root, *figures in run.files():
+        rows.append((name, root if paths else without_folders(root), *figures))
+    header = ("bucket (split)", "folder", "files", "bytes of the files", "documents of this split")
+    lines = markdown(header, rows)
+    share = run.config.get("val_fraction")
+    if rows and share:
+        lines += [
+            f"Both splits name the same files: validation reads {share:.3g} of each, training the rest.",
+            "",
+        ]
+    return lines
+
+
+def contamination_table(results: Mapping[str, seen.TaskResult], step: int) -> list[str]:
+    """A table of the items of benchmarks that a run saw before a step, and sentences about it."""
+    rows = [seen.count(label, result, step).cells for label, result in results.items()]
+    return [*markdown(seen.HEADER, rows), " ".join(seen.describe(results, step))]

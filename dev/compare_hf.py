@@ -344,7 +344,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, help="keep the export in this folder")
     args = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as folder:
-        return compare(args.hf_python, args.run, args.out or Path(folder) / "out", Path(folder))
+        out = args.out.resolve() if args.out else Path(folder, "out")
+        return compare(args.hf_python, args.run, out, Path(folder))
 
 
 if __name__ == "__main__":

@@ -534,13 +534,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         if given is None:
             print(f"{name}: skipped, because --{name} is missing", flush=True)
             continue
-        python, path = (
-            (given, work / "link") if name in WRITERS else (sys.executable, Path(given).resolve())
-        )
         try:
-            rows += measure(
-                name, str(Path(python).absolute()), path, work, random.Random(args.seed)
-            )
+            if name in WRITERS:
+                python, path = peers.find_program(given), work / "link"
+            else:
+                python, path = sys.executable, Path(given).resolve()
+            rows += measure(name, python, path, work, random.Random(args.seed))
         except ValueError as e:
             rows.append([name, "", f"failed: {e}", "", ""])
     print(

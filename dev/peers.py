@@ -9,6 +9,7 @@ was compared.
 """
 
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
@@ -31,10 +32,23 @@ def run_step(
     run([str(python), "-m", module, f"--step={step}", str(work)], work, PYTHONPATH=below, **env)
 
 
+def find_program(name: Path | str) -> str:
+    """The absolute path of a program that a flag names, so that it can run in another folder.
+    ValueError if it does not exist."""
+    found = shutil.which(name)
+    if found is None:
+        raise ValueError(
+            f"{name}: no such program; name the python of an environment: VENV/bin/python"
+        )
+    return os.path.abspath(found)  # with links: Python finds its environment by the link's place
+
+
 def run(command: list[str], work: Path, **env: str) -> None:
-    """Run another program without a network. ValueError with the end of its output if it fails."""
+    """Run another program, which the command names as `find_program` expects, in `work` and without
+    a network. ValueError with the end of its output if it fails."""
+    program, *arguments = command
     done = subprocess.run(
-        command,
+        [find_program(program), *arguments],
         cwd=work,
         env={**os.environ, "HF_HUB_OFFLINE": "1", **env},
         stdout=subprocess.PIPE,

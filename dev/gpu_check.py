@@ -674,9 +674,8 @@ def open_bench(p: Parser, argv: Sequence[str] | None) -> tuple[Any, Bench]:
     args = p.parse_args(argv)
     if args.device == "cpu" and not args.tiny:
         raise ValueError("--device cpu: this would take hours; add --tiny")
-    bench = make_bench(
-        args.device, args.base_dir or Path(tempfile.mkdtemp(prefix="gpu-")), tiny=args.tiny
-    )
+    base = args.base_dir or Path(tempfile.mkdtemp(prefix="gpu-"))
+    bench = make_bench(args.device, base.resolve(), tiny=args.tiny)
     print(
         *(f"{name:13s} {value}" for name, value in versions(bench.device).items()),
         f"logs: {bench.out}",

@@ -112,6 +112,12 @@ def pins_of(entry: Pin) -> list[object]:
     return [entry["size"], entry["footer"], entry["groups"], entry.get("tokens")]
 
 
+def content_of(entry: Pin) -> tuple[int, str]:
+    """What identifies the content of a file under any name: its size and hash. A file that has no
+    hash is known by its name."""
+    return entry["size"], entry["footer"] if entry["footer"] != UNKNOWN else entry["name"]
+
+
 def fingerprint(manifest: Manifest) -> str:
     """A hash of the contents of a manifest's files, independent of their location, and of the
     options that select their documents."""

@@ -6,6 +6,7 @@ stay on the machine, and the model card of an export, which is published. So `pa
 every path of this machine to its last name.
 """
 
+import json
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -14,10 +15,12 @@ from typing import Any
 
 from nanochat import seen
 from nanochat.common import counted, duration, few, show, visible
+from nanochat.pins import content_of
 from nanochat.run_dir import changes_text
 from nanochat.run_history import history_of
 from nanochat.run_reader import RunReader
 from nanochat.run_settings import setting_tables
+from nanochat.text import Selection
 
 # ---- markdown -----------------------------------------------------------------------------------
 
@@ -179,6 +182,31 @@ def event_sentences(run: RunReader) -> list[str]:
         steps = counted(len(skipped), "step")
         sentences.append(f"It did not apply {steps}, most recently step {skipped[-1]['step']:,}.")
     return sentences
+
+
+def validation_note(runs: Sequence[RunReader]) -> str:
+    """Why the bits per byte of several runs cannot be compared; "" if they can, or if one of them
+    has pinned no validation files."""
+    texts = set()
+    amounts = set()
+    for run in runs:
+        buckets = []
+        for manifest in run.manifests.get("val", {}).values():
+            files = [(*content_of(pin), *pin["groups"]) for pin in manifest["files"]]
+            buckets.append(json.dumps([files, Selection.of(manifest).hashed()]))
+        texts.add(tuple(sorted(buckets)))
+        amounts.add(run.last_config.get("eval_tokens"))
+    if () in texts:
+        return ""
+    if len(texts) > 1 and any(run.config.get("data_format") != "text" for run in runs):
+        return "different validation files: bits per byte can be compared only if their text is the same"
+    if len(texts) > 1:
+        return "different validation text: bits per byte cannot be compared"
+    if len(amounts) > 1:
+        return (
+            "different amounts of validation text (--eval-tokens): bits per byte cannot be compared"
+        )
+    return ""
 
 
 # ---- tables -------------------------------------------------------------------------------------

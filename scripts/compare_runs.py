@@ -53,8 +53,9 @@ from nanochat.cli import EXIT_FAILED, Parser, run_main, setup_logging
 from nanochat.common import counted, few, show, table
 from nanochat.config import current
 from nanochat.dist import VERSIONS
-from nanochat.pins import pins_of
+from nanochat.pins import content_of
 from nanochat.run_dir import changes_text, find_run, is_step, read_cursors
+from nanochat.run_facts import validation_note
 from nanochat.run_history import (
     Effect,
     Parting,
@@ -638,6 +639,17 @@ def curve(side: Side, name: str) -> dict[int, float]:
     return points
 
 
+def first_mark(side: Side) -> int:
+    """The number of tokens with which a side's log begins: 0, or for a fork where it forked."""
+    begins = {0: 0}
+    fork = side.run.fork if side.run else None
+    if fork is not None:
+        begins[fork.step] = fork.tokens
+    first_step = min(side.log["tokens"], default=0)
+    # with the steps of its ancestors, the log may begin before the fork
+    return begins.get(first_step, min(curve(side, "loss")))
+
+
 def interpolate(points: dict[int, float], at: int) -> float | None:
     """The value of a curve at a number of tokens; None outside of the curve."""
     if not points:
@@ -651,21 +663,26 @@ def interpolate(points: dict[int, float], at: int) -> float | None:
 def same_tokens(a: Side, b: Side) -> list[list[Any]]:
     """The two runs' losses at equal numbers of tokens, as rows.
 
-    Rows (tokens, loss of a and b, bits per byte of a and b) at the numbers of tokens at which
-    either was evaluated, and at the last one. Losses between two steps are interpolated. Bits per
-    byte are not: evaluations lie far apart, and a straight line between two is no measurement.
+    Rows (tokens, loss of a and b, bits per byte of a and b) at some numbers of tokens at which
+    either was evaluated, among them the last one at which both were, and at the last one of all.
+    Of a fork, they begin where it does. Losses between two steps are interpolated. Bits per byte
+    are not: evaluations lie far apart, and a straight line between two is no measurement.
     """
     loss_a, loss_b = curve(a, "loss"), curve(b, "loss")
     bpb_a, bpb_b = curve(a, "bpb"), curve(b, "bpb")
     if not loss_a or not loss_b:
         return []
+    begin = max(first_mark(a), first_mark(b))
     end = min(max(loss_a), max(loss_b))
-    evaluated = {mark for mark in bpb_a | bpb_b if mark < end}
+    evaluated = {mark for mark in bpb_a | bpb_b if begin <= mark < end}
     newest_first = sorted(evaluated | {end}, reverse=True)
     stride = -(-len(newest_first) // TABLE_ROWS)
-    marks = newest_first[::stride][::-1]  # always with the end
+    marks = set(newest_first[::stride])  # always with the end
+    by_both = evaluated & bpb_a.keys() & bpb_b.keys()
+    if by_both:
+        marks.add(max(by_both))
     rows = []
-    for mark in marks:
+    for mark in sorted(marks):
         losses = [interpolate(points, mark) for points in (loss_a, loss_b)]
         rows.append([mark, *losses, bpb_a.get(mark), bpb_b.get(mark)])
     return rows
@@ -690,27 +707,52 @@ def around_difference(texts: Sequence[str]) -> list[str]:
     return parts
 
 
+def files_of(run: RunReader) -> dict[tuple[str, str], tuple[int, str]]:
+    """{(split, name): content} of the files that a run reads."""
+    files = {}
+    for split, buckets in run.manifests.items():
+        for manifest in buckets.values():
+            for pin in manifest["files"]:
+                files[split, pin["name"]] = content_of(pin)
+    return files
+
+
+def place_of(run: RunReader) -> str:
+    """The folders in which a run reads its files."""
+    roots = set()
+    for buckets in run.manifests.values():
+        roots |= {manifest["root"] for manifest in buckets.values()}
+    return " and ".join(sorted(roots))
+
+
 def data_lines(a: RunReader, b: RunReader) -> list[str]:
-    """Which files differ in two runs, and where each run reads its data; [] if all files are equal.
-    --data-path may be the same: a branch of a data set moves on, and a folder changes."""
-    pins: list[dict[tuple[str, str], list[object]]] = []
-    places: list[str] = []
-    for run in (a, b):
-        of_run = {}
-        roots = set()
-        for split, buckets in run.manifests.items():
-            for manifest in buckets.values():
-                roots.add(manifest["root"])
-                of_run.update({(split, pin["name"]): pins_of(pin) for pin in manifest["files"]})
-        pins.append(of_run)
-        places.append(" and ".join(sorted(roots)))
-    first, second = pins
-    differ = [key for key in {**first, **second} if first.get(key) != second.get(key)]
-    if not differ or not first or not second:
+    """Which files differ in two runs, or only in their names, which decide their order, and where
+    each run reads its data; [] if all files and names are equal. --data-path may be the same: a
+    branch of a data set moves on, and a folder changes."""
+    first, second = files_of(a), files_of(b)
+    if not first or not second or first == second:
         return []
-    lines = [] if places[0] == places[1] else [f"data of a: {places[0]}", f"data of b: {places[1]}"]
-    names = dict.fromkeys(name for _, name in differ)
-    return [*lines, f"files that differ: {few(names)}"]
+    only_b: dict[object, list[str]] = {}  # {(split, content): names}
+    for (split, name), content in sorted(second.items() - first.items()):
+        only_b.setdefault((split, content), []).append(name)
+    differ: dict[str, None] = {}
+    renamed: dict[str, None] = {}
+    for (split, name), content in sorted(first.items() - second.items()):
+        names = only_b.get((split, content))
+        if names:
+            renamed[f"{name} is {names.pop(0)}"] = None
+        else:
+            differ[name] = None
+    for names in only_b.values():
+        differ |= dict.fromkeys(names)
+    lines = []
+    if place_of(a) != place_of(b):
+        lines += [f"data of a: {place_of(a)}", f"data of b: {place_of(b)}"]
+    if differ:
+        lines.append(f"files that differ: {few(differ)}")
+    if renamed:
+        lines.append(f"the same files under other names: {few(renamed)}")
+    return lines
 
 
 def print_settings(a: Side, b: Side) -> None:
@@ -784,7 +826,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         rows = same_tokens(a, b)
         header = ("tokens", "loss a", "loss b", "bits per byte a", "bits per byte b")
         if rows:
-            print("", *table(header, rows), sep="\n")
+            note = validation_note([side.run for side in (a, b) if side.run])
+            print("", *([note] if note else []), *table(header, rows), sep="\n")
     print()
     for part in parts:
         print(part.text())

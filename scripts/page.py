@@ -42,7 +42,7 @@ from nanochat.run_curves import (
     step_series,
 )
 from nanochat.run_dir import CONFIG_NAME, find_run, list_runs, run_path
-from nanochat.run_facts import sentences_about
+from nanochat.run_facts import sentences_about, validation_note
 from nanochat.run_reader import (
     Launch,
     LogRecord,
@@ -297,7 +297,7 @@ def figures_of(run: Run) -> dict[str, str]:
     figures = {
         "steps": f"{done:,} / {run.horizon or done:,}",
         measured: show(newest),
-        "tokens/s": show(run.median("tokens_per_s", last=100)),
+        "tokens/s, median of the last 100 steps": show(run.median("tokens_per_s", last=100)),
     }
     if run.alive:
         figures["left"] = duration(run.state["eta_s"])
@@ -485,6 +485,8 @@ def make_page(runs: Sequence[Run], *, refresh: bool = False) -> str:
         thinned = f"Of every {stride} steps, the one with the highest loss is drawn."
     header = ("setting", *(run.name for run in runs))
     differ = table(header, differing_settings([current(run.last_config) for run in runs]))
+    if note := validation_note(runs):
+        differ = f"<p>{escape(note[0].upper() + note[1:])}.</p>{differ}"
     last_steps = [run.num_steps - 1 for run in runs if run.steps]
     parts = {
         "title": escape(few(run.name for run in runs)),

@@ -131,6 +131,62 @@ def test_the_evaluation_with_which_a_fork_begins_is_at_the_tokens_of_its_parent(
     assert compare_runs.curve(side, "bpb") == {100: 2.5, 125: 2.0}
 
 
+def a_side(evaluated, *, first=0, num=100):
+    """A side whose steps have ten tokens, evaluated after some of them; a fork if `first` is not 0."""
+    fork = SimpleNamespace(step=first, tokens=10 * first) if first else None
+    steps = range(first, num)
+    log = {
+        "tokens": {step: 10 * (step + 1) for step in steps},
+        "loss": dict.fromkeys(steps, 3.0),
+        "bpb": dict.fromkeys(evaluated, 2.0),
+    }
+    return compare_runs.Side("x", SimpleNamespace(fork=fork), {}, log, "")
+
+
+def test_the_table_of_a_fork_begins_where_it_does(base):
+    """Regression: half of its rows were before the fork, with dashes."""
+    rows = compare_runs.same_tokens(a_side(range(0, 101, 10)), a_side((80, 90, 100), first=75))
+    assert [row[0] for row in rows] == [800, 900, 1000]
+
+
+def test_the_table_has_the_last_evaluation_that_both_runs_have(base):
+    """Regression: it was thinned away."""
+    rows = compare_runs.same_tokens(a_side(range(100)), a_side((51,)))
+    assert [510, 3.0, 3.0, 2.0, 2.0] in rows and len(rows) <= compare_runs.TABLE_ROWS + 1
+
+
+def change_pins(run_dir, split, change):
+    """Apply `change` to the pin of each file of a split."""
+    manifests = read_json(run_dir / "data_manifest.json")
+    for pin in manifests[split]["data"]["files"]:
+        change(pin)
+    write_json(run_dir / "data_manifest.json", manifests)
+
+
+def test_bits_per_byte_on_different_validation_text_have_a_warning(base, changed):
+    """Regression: they were side by side like comparable ones."""
+    rewrite_log(changed, lambda record: record | ({"loss": 9.5} if "loss" in record else {}))
+    assert "validation text" not in compare("a", changed)[2]
+    change_pins(changed, "val", lambda pin: pin.update(footer="f" * 32))
+    note = "different validation text: bits per byte cannot be compared\ntokens"
+    assert note in compare("a", changed)[2]
+
+
+def test_bits_per_byte_on_other_amounts_of_validation_text_have_a_warning(base, changed):
+    config = read_json(changed / "config.json")
+    write_json(changed / "config.json", {**config, "eval_tokens": 512})
+    rewrite_log(changed, lambda record: record | ({"loss": 9.5} if "loss" in record else {}))
+    assert "different amounts of validation text (--eval-tokens)" in compare("a", changed)[2]
+
+
+def test_a_file_under_another_name_is_not_a_file_that_differs(base, changed):
+    """Regression: eight identical books in another folder were listed."""
+    change_pins(changed, "train", lambda pin: pin.update(name=f"web/{pin['name']}"))
+    rest = compare("a", changed)[2]
+    assert "files that differ" not in rest
+    assert "the same files under other names: shard_0.parquet is web/shard_0.parquet, " in rest
+
+
 def test_another_device_batch_size_has_the_same_data_and_other_losses(base):
     _, summary, rest = compare("a", "halves")
     a, b = training.losses("a"), training.losses("halves")

@@ -293,6 +293,20 @@ def test_two_runs_show_the_settings_that_differ(runs, tmp_path):
     assert [run["digests"][30] for run in data["runs"]] == [f"{30:016x}", "f" * 16]
 
 
+def test_runs_with_different_validation_text_are_shown_with_a_warning(tmp_path):
+    """Regression: their bits per byte were side by side like comparable ones."""
+    runs = [make_run(tmp_path / name) for name in ("one", "two")]
+    note = "Different validation text: bits per byte cannot be compared."
+    for run, has_note in ((runs[0], False), (runs[1], True)):
+        config = read_json(run / "config.json")
+        write_json(run / "config.json", {**config, "data_format": "text"})
+        manifests = read_json(run / "data_manifest.json")
+        manifests["val"]["web"]["files"][0]["size"] += has_note
+        write_json(run / "data_manifest.json", manifests)
+        text, _ = write(runs, tmp_path / "page.html")
+        assert (note in text) == has_note
+
+
 @pytest.fixture
 def forks(tmp_path):
     """A run and its fork at step 20, with the fork's fork at step 30 named first."""
@@ -366,6 +380,7 @@ def test_the_tokens_of_a_fork_are_those_trained_in_its_time_and_one_evaluation_i
     figures = page.figures_of(run)
     assert figures["tokens of its own"] == f"{160 * (STEPS - 30):,}"
     assert figures["bits per byte"] == "2.5"
+    assert figures["tokens/s, median of the last 100 steps"] == "354.5"
     [sentence, *_] = page.sentences_about(run)[1:]
     assert f": {160 * (STEPS - 30):,} tokens of its own in " in sentence
 

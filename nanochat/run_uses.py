@@ -39,6 +39,11 @@ class Traced(NamedTuple):
         """Whether the run trained on some of its tokens."""
         return any(one_pass.uses for one_pass in self.passes)
 
+    @property
+    def first_step(self) -> int:
+        """The first step that trained on some of its tokens."""
+        return min(use.step for one_pass in self.passes for use in one_pass.uses)
+
 
 def open_history(opened: Opened) -> History:
     """What fixes the rows of a run with --order=lanes."""

@@ -466,7 +466,8 @@ def remark(opened: Opened, traced: Traced, left_out: bool) -> str:
 
 def named_documents(ancestry: Ancestry, args: argparse.Namespace) -> list[Traced]:
     """The documents that --document or --text names. Of those that contain a text, at most
-    DOCUMENTS, and first those that the run trained on. ValueError if there are none."""
+    DOCUMENTS: those that the run trained on, by their first step, then others. ValueError if there
+    are none."""
     of_run = ancestry.opened.data
     data = {"train": of_run.train, "validation": of_run.val}
 
@@ -489,6 +490,7 @@ def named_documents(ancestry: Ancestry, args: argparse.Namespace) -> list[Traced
             others.append(traced)
         if len(used) == DOCUMENTS:
             break
+    used.sort(key=lambda traced: traced.first_step)
     found = used + others
     if not found:
         raise ValueError(
@@ -499,6 +501,8 @@ def named_documents(ancestry: Ancestry, args: argparse.Namespace) -> list[Traced
     if not args.json:
         first = "first " if is_cut else ""
         end = "; the search stopped there" if is_cut else ""
+        if is_cut or len(found) > DOCUMENTS:
+            end += f"; at most {DOCUMENTS} are listed"
         print(
             f"{visible(args.text)!r}: {ancestry.who()} trained on parts of {len(used)} of the {first}"
             f"{counted(len(found), 'document')} containing it{end}"
@@ -786,7 +790,8 @@ def add_find_flags(parser: Parser) -> None:
     )
     named.add_argument(
         "--text",
-        help=f"find up to {DOCUMENTS} documents that contain this text, those trained on first",
+        help=f"find up to {DOCUMENTS} documents that contain this text: those trained on, by "
+        "their first step, then others",
     )
     named.add_argument(
         "--texts",

@@ -551,7 +551,19 @@ def test_of_many_documents_with_a_text_those_trained_on_are_shown(killed, monkey
     assert len(shown) == 2 and shown[0] == (late, True) and not shown[1][1]
     monkeypatch.setattr(inspect_data, "DOCUMENTS", 1)
     out = run("find", "text", "--text=e")
-    assert "trained on parts of 1 of the first " in out and "the search stopped there" in out
+    assert "trained on parts of 1 of the first " in out
+    assert "the search stopped there; at most 1 are listed" in out
+
+
+def test_the_documents_with_a_text_are_listed_by_the_first_step_that_trained_on_them(killed):
+    """Regression: they were in the order of files."""
+    found = [*json_lines("find", "text", "--text=e", "--json")]
+    first_steps = []
+    for of in found:
+        steps = [use["step"] for of_epoch in of["passes"] for use in of_epoch["uses"]]
+        first_steps.append(min(steps, default=10**9))
+    assert len(set(first_steps)) > 3 and first_steps == sorted(first_steps)
+    assert [of["document"] for of in found] != sorted(of["document"] for of in found)
 
 
 def test_a_text_lists_its_documents_and_marks_the_rows_that_hold_it(killed):

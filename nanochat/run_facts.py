@@ -188,16 +188,15 @@ def validation_note(runs: Sequence[RunReader]) -> str:
     """Why the bits per byte of several runs cannot be compared; "" if they can, or if one of them
     has pinned no validation files."""
     texts = set()
-    amounts = set()
     for run in runs:
         buckets = []
         for manifest in run.manifests.get("val", {}).values():
             files = [(*content_of(pin), *pin["groups"]) for pin in manifest["files"]]
             buckets.append(json.dumps([files, Selection.of(manifest).hashed()]))
         texts.add(tuple(sorted(buckets)))
-        amounts.add(run.last_config.get("eval_tokens"))
     if () in texts:
         return ""
+    amounts = {run.last_config.get("eval_tokens") for run in runs}
     if len(texts) > 1 and any(run.config.get("data_format") != "text" for run in runs):
         return "different validation files: bits per byte can be compared only if their text is the same"
     if len(texts) > 1:

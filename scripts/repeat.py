@@ -20,9 +20,11 @@ with its 95 % interval, and the smallest difference that n seeds can show at the
 
 s_d is the standard deviation of the differences between runs with equal seeds. Without `--against`,
 it is estimated as s sqrt(2), as if runs with equal seeds were independent. `--against` trains a
-variant with BASE's seeds and reports the mean difference, its 95 % interval, and the exact p-value
-of the sign-flip permutation test: of all 2^n ways to flip the signs of the differences, the share
-whose mean is at least as extreme. With 5 seeds, p is at least 2 / 32.
+variant with BASE's seeds and reports the mean difference, its 95 % interval and its p-value. Both
+are Student's t of the paired differences, so p is below 0.05 exactly if the interval does not
+contain 0. This assumes that differences are normally distributed, which a few pairs cannot show.
+Without that assumption, all 2^n ways to flip the signs of the differences are equally likely, so p is
+at least 2 / 2^n: n pairs can be significant only from n = 6 on. With fewer, the verdict says so.
 
 <base dir>/repeats/NAME.json has the results, seeds and flags. <base dir> is $NANOCHAT_BASE_DIR or
 ~/.cache/nanochat.
@@ -30,7 +32,6 @@ whose mean is at least as extreme. With 5 seeds, p is at least 2 / 32.
 
 import argparse
 import contextlib
-import itertools
 import math
 import shlex
 import statistics
@@ -47,11 +48,15 @@ from nanochat.cli import Parser, run_main, whole
 from nanochat.common import get_base_dir, print0, read_json, table, write_json
 from nanochat.config import from_flags
 from nanochat.run_dir import run_path
+from nanochat.run_facts import validation_note
 from nanochat.run_reader import RunReader
 from scripts import base_train
 
 SEED_COUNTS = (5, 10, 20)  # numbers of seeds for which the smallest difference is reported
-MAX_SIGN_FLIPS = 20  # with more seeds, p is not computed
+LEVEL = 0.05  # of significance
+ENOUGH_PAIRS = (
+    6  # fewer pairs cannot be significant without assuming a distribution: 2 / 2^5 > LEVEL
+)
 RECORD = {"name": str, "vary": str, "seeds": [int], "flags": [str], "bits_per_byte": [float]}
 
 
@@ -70,18 +75,19 @@ def quantile(cdf: Callable[[float], float], p: float) -> float:
     return high
 
 
-def student_t(p: float, degrees: int) -> float:
-    """The quantile of Student's t distribution."""
+def student_cdf(x: float, degrees: int) -> float:
+    """The probability of at most x under Student's t distribution."""
     gammas = math.lgamma((degrees + 1) / 2) - math.lgamma(degrees / 2)
     norm = math.exp(gammas) / math.sqrt(degrees * math.pi)
+    # substitute x = sqrt(degrees) tan(at)
+    at = np.linspace(0.0, math.atan(x / math.sqrt(degrees)), 2001)
+    integral = float(np.trapezoid(np.cos(at) ** (degrees - 1), at))
+    return 0.5 + norm * math.sqrt(degrees) * integral
 
-    def cdf(x: float) -> float:
-        # substitute x = sqrt(degrees) tan(at)
-        at = np.linspace(0.0, math.atan(x / math.sqrt(degrees)), 2001)
-        integral = float(np.trapezoid(np.cos(at) ** (degrees - 1), at))
-        return 0.5 + norm * math.sqrt(degrees) * integral
 
-    return quantile(cdf, p)
+def student_t(p: float, degrees: int) -> float:
+    """The quantile of Student's t distribution."""
+    return quantile(lambda x: student_cdf(x, degrees), p)
 
 
 def deviation_interval(s: float, n: int) -> tuple[float, float]:
@@ -97,11 +103,11 @@ def deviation_interval(s: float, n: int) -> tuple[float, float]:
     return low, high
 
 
-def sign_flip_p(differences: Sequence[float]) -> float:
-    """The exact two-sided p-value of the sign-flip permutation test of paired differences."""
-    signs = np.array(list(itertools.product((1.0, -1.0), repeat=len(differences))))
-    sums = np.abs(signs @ np.array(differences))
-    return float(np.mean(sums >= abs(sum(differences)) * (1 - 1e-12)))
+def paired_p(mean: float, error: float, n: int) -> float:
+    """The two-sided p-value of a mean of n differences with this standard error."""
+    if error == 0:
+        return 1.0 if mean == 0 else 0.0
+    return 2 * student_cdf(-abs(mean) / error, n - 1)
 
 
 def smallest_differences(s: float, s_d: float, seeds: int) -> dict[str, dict[str, float]]:
@@ -133,14 +139,15 @@ def effect_of(values: Sequence[float], base: Sequence[float]) -> dict[str, Any]:
     differences = [a - b for a, b in zip(values, base, strict=True)]
     n = len(differences)
     s_d = statistics.stdev(differences)
-    half = student_t(0.975, n - 1) * s_d / math.sqrt(n)
+    error = s_d / math.sqrt(n)
+    half = student_t(1 - LEVEL / 2, n - 1) * error
     mean = statistics.fmean(differences)
     s = math.sqrt((statistics.variance(values) + statistics.variance(base)) / 2)
     return {
         "differences": differences,
         "mean_difference": mean,
         "interval": [mean - half, mean + half],
-        "p": sign_flip_p(differences) if n <= MAX_SIGN_FLIPS else None,
+        "p": paired_p(mean, error, n),
         "smallest_difference": smallest_differences(s, s_d, n),
     }
 
@@ -237,20 +244,20 @@ def print_effect(effect: dict[str, Any]) -> None:
     """Print the result of `effect_of`, and what it means."""
     n = len(effect["differences"])
     low, high = effect["interval"]
-    p = "" if effect["p"] is None else f", sign-flip p = {effect['p']:.4f}"
     print0(
         f"mean difference from {effect['name']}: {effect['mean_difference']:+.6f} (95 % interval {low:+.6f} to "
-        f"{high:+.6f}{p}, {n} pairs)"
+        f"{high:+.6f}, p = {effect['p']:.2g}, {n} pairs)"
     )
     if low <= 0 <= high:
         print0("the interval contains 0: this difference may be noise")
-    else:
-        print0("the interval does not contain 0: the difference exceeds seed noise")
-    smallest_p = 2 / 2**n
-    if smallest_p > 0.05:
-        print0(
-            f"note: with {n} pairs, p cannot be below {smallest_p:g}; six pairs or more can give p below 0.05"
+        return
+    verdict = "the interval does not contain 0: the difference exceeds seed noise"
+    if n < ENOUGH_PAIRS:
+        verdict += (
+            f" if differences are normally distributed; without that assumption, {n} pairs cannot be "
+            f"significant (p is at least {2 / 2**n:g}), but {ENOUGH_PAIRS} can"
         )
+    print0(verdict)
 
 
 # ---- the script ----------------------------------------------------------------------------------
@@ -349,6 +356,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         record["rerun_difference"] = value - values[0]
     write_json(folder / f"{args.name}.json", record)
     print_report(record, base)
+    if base is not None:
+        first_of_each = [run_path(f"{name}-seed{seeds[0]}") for name in (base["name"], args.name)]
+        if note := validation_note([*map(RunReader, first_of_each)]):
+            print0("", f"warning: {note}", sep="\n")
     print0("", f"written: {folder / args.name}.json", sep="\n")
     return 0
 

@@ -6,6 +6,8 @@ import subprocess
 from types import SimpleNamespace
 
 import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
 
 from nanochat.common import read_json
 from scripts import base_train, repeat
@@ -45,11 +47,33 @@ def test_quantiles_are_those_of_the_tables():
     assert (low, high) == pytest.approx((math.sqrt(4 / 11.143), math.sqrt(4 / 0.4844)), rel=1e-3)
 
 
-def test_p_counts_all_sign_flips():
-    assert repeat.sign_flip_p([0.3, 0.1, 0.2, 0.5, 0.4]) == 2 / 32
-    assert repeat.sign_flip_p([1.0, -1.0]) == 1.0 and repeat.sign_flip_p([0.0, 0.0, 0.0]) == 1.0
-    # |sum| of 4 or more: +++, ++-, and their mirror images
-    assert repeat.sign_flip_p([3.0, 2.0, -1.0]) == 4 / 8
+def test_p_is_that_of_the_tables():
+    for n, t, p in ((2, 12.706, 0.05), (5, 2.776, 0.05), (10, 1.833, 0.1), (5, 0.0, 1.0)):
+        assert repeat.paired_p(t * 0.01, 0.01, n) == pytest.approx(p, rel=1e-3)
+    assert (repeat.paired_p(0.0, 0.0, 3), repeat.paired_p(0.1, 0.0, 3)) == (1.0, 0.0)
+
+
+@given(st.lists(st.floats(-1, 1), min_size=2, max_size=8), st.floats(-1, 1))
+def test_p_is_below_the_level_exactly_if_the_interval_does_not_contain_0(noise, shift):
+    """Regression: with two pairs, "exceeds seed noise" was beside p = 0.5."""
+    effect = repeat.effect_of([value + shift for value in noise], [0.0] * len(noise))
+    low, high = effect["interval"]
+    assume(abs(effect["p"] - repeat.LEVEL) > 1e-6)
+    assert (effect["p"] < repeat.LEVEL) == (not low <= 0 <= high)
+
+
+@pytest.mark.parametrize(
+    ("differences", "verdict"),
+    [
+        ([0.1, 0.1001], "exceeds seed noise if differences are normally distributed; without"),
+        ([0.1, 0.1001], "2 pairs cannot be significant (p is at least 0.5), but 6 can\n"),
+        ([0.1, 0.1001] * 3, "the difference exceeds seed noise\n"),
+        ([0.1, -0.1], "may be noise\n"),
+    ],
+)
+def test_the_verdict_on_a_few_pairs_names_what_it_assumes(capsys, differences, verdict):
+    repeat.print_effect({"name": "b", **repeat.effect_of(differences, [0.0] * len(differences))})
+    assert verdict in capsys.readouterr().out
 
 
 def test_the_smallest_difference_is_the_one_at_the_edge_of_significance():
@@ -103,7 +127,8 @@ def test_a_change_is_paired_with_the_seeds_of_its_base_and_finished_runs_are_reu
     differences = [
         a - b for a, b in zip(change["bits_per_byte"], base["bits_per_byte"], strict=True)
     ]
-    assert change["against"]["differences"] == differences and change["against"]["p"] in (0.5, 1.0)
-    assert ("this difference may be noise" in out) != ("exceeds seed noise" in out)
-    assert "note: with 2 pairs, p cannot be below 0.5;" in out
-    assert "mean difference from base" in out
+    assert change["against"]["differences"] == differences
+    assert ("this difference may be noise" in out) == (change["against"]["p"] > repeat.LEVEL)
+    assert "mean difference from base" in out and "warning: different" not in out
+    _, out = command(capfd, "--name=less", "--against=base", eval_tokens=training.T)
+    assert "warning: different amounts of validation text (--eval-tokens)" in out

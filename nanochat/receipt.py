@@ -24,7 +24,6 @@ import contextlib
 import hashlib
 import tempfile
 from collections.abc import Mapping
-from dataclasses import replace
 from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
@@ -54,7 +53,7 @@ from nanochat.run_order import stream_config
 from nanochat.run_reader import RunReader
 from nanochat.run_stream import Opened
 from nanochat.sources import open_data, scan_all
-from nanochat.start_run import find_tokenizer, open_run
+from nanochat.start_run import open_run
 from nanochat.stream import stream_identity
 from nanochat.text import Selection
 from nanochat.tokenizer import Tokenizer, get_tokenizer
@@ -368,17 +367,14 @@ def tokenizer_of(receipt: Mapping[str, Any], path: Path) -> Tokenizer:
             raise ValueError(f"{path}: its tokenizer cannot be read ({e}); {REWRITE}") from None
 
 
-def choose_tokenizer(
-    path: Path, receipt: Mapping[str, Any], settings: Settings, given: Settings
-) -> Tokenizer:
+def choose_tokenizer(path: Path, receipt: Mapping[str, Any], given: Settings) -> Tokenizer:
     """The tokenizer that --tokenizer names, else the one in the receipt. FileNotFoundError or
     ValueError if it is not the run's."""
     if given.tokenizer is None:
         return tokenizer_of(receipt, path)
     own = "leave --tokenizer out: the receipt contains the run's"
     try:
-        named = replace(settings, tokenizer=given.tokenizer, eod_token=given.eod_token)
-        tokenizer = find_tokenizer(named, given.data_path or receipt.get("data", ""))
+        tokenizer = get_tokenizer(given.tokenizer, eod_token=given.eod_token)
     except FileNotFoundError as e:
         raise FileNotFoundError(
             f"{path}: the run's tokenizer is needed to recompute rows; {own} ({e})"
@@ -421,7 +417,7 @@ def open_receipt(path: Path, given: Settings, last: int) -> Opened:
             f"{path}: this code has no setting {unknown[0]!r}; use the code that trained the run ({code})"
         )
     config = stream_config(settings)
-    tokenizer = choose_tokenizer(path, receipt, settings, given)
+    tokenizer = choose_tokenizer(path, receipt, given)
     selection = Selection.of(settings.to_json()).for_split("train")
     manifests = find_manifests(path, receipt, data_path, selection)
     data = open_data({"train": manifests, "val": {}}, tokenizer, as_stored=not config.framed)

@@ -6,6 +6,7 @@ import errno
 import json
 import shutil
 import signal
+import threading
 from functools import partial
 from pathlib import Path
 from unittest import mock
@@ -576,6 +577,18 @@ def test_a_bucket_that_does_not_answer_for_a_while_is_one_warning(
     monkeypatch.setattr(mirror_bucket, "HASTE", quick)
     fault = Fault(method="PUT", name="pieces", status=503, code="SlowDown", times=5)
     calm_store.proxy.faults.append(fault)
+    # the run waits for the first warning, which it logs after its next step
+    warned = threading.Event()
+    warn, step = mirror.RunMirror._note_problem, base_train.one_step
+    monkeypatch.setattr(
+        mirror.RunMirror, "_note_problem", lambda *args: (warn(*args), warned.set())
+    )
+
+    def one_step(run, training, *parts):
+        step(run, training, *parts)
+        assert training.progress.step != 4 or warned.wait(60)
+
+    monkeypatch.setattr(base_train, "one_step", one_step)
     with machine("a"):
         outcome = training.succeed(mirror_to=bucket)
         assert outcome.err.count("could not be copied") == 1 and "restart" not in outcome.err

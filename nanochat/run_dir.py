@@ -531,6 +531,31 @@ def newest_events(run_dir: Path, step: float) -> dict[str, dict[str, Any]]:
     return newest
 
 
+def newest_progress(run_dir: Path) -> dict[str, Any] | None:
+    """The last line of a run's log that says how far it came: that of a step or of a launch that
+    started; None if there is none. Reads the log from its end."""
+    path = run_dir / "logs" / "train.jsonl"
+    try:
+        file = open_regular(path, os.O_RDONLY)
+    except (OSError, ValueError):
+        return None
+    with file:
+        size = file.seek(0, os.SEEK_END)
+        window = 1 << 16
+        while True:
+            file.seek(max(0, size - window))
+            lines = file.read(window).split(b"\n")
+            whole = lines if window >= size else lines[1:]
+            for line in reversed(whole):
+                with contextlib.suppress(ValueError):
+                    record = parse_json(line, path, {"step": int})
+                    if record.get("event") in (None, "started"):
+                        return record
+            if window >= size:
+                return None
+            window *= 16
+
+
 def config_at(run_dir: Path, step: float) -> dict[str, Any]:
     """A run's config.json, with what the launch that took this step had changed, such as the device
     batch size. Raises the errors of `read_config`."""

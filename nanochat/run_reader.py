@@ -47,7 +47,13 @@ from nanochat.run_dir import (
     read_cursors,
 )
 from nanochat.run_owner import exit_code, liveness
-from nanochat.run_state import STATE_NAME, heartbeat_age_s, read_mirror_state, read_state
+from nanochat.run_state import (
+    STATE_NAME,
+    heartbeat_age_s,
+    logged_progress,
+    read_mirror_state,
+    read_state,
+)
 
 log = logging.getLogger(__name__)
 
@@ -319,9 +325,17 @@ class RunReader:
         return self.steps[-1]["step"] + 1 if self.steps else 0
 
     @property
+    def reached(self) -> int:
+        """Number of steps after which the newest launch stands. `num_steps` is higher as long as
+        that launch takes steps again."""
+        return self.launches[-1].last if self.launches else self.num_steps
+
+    @property
     def num_tokens(self) -> int:
-        """Number of tokens trained on, those of a fork's ancestors included."""
-        return self.steps[-1]["tokens"] if self.steps else 0
+        """Number of tokens trained on in the steps that the run has `reached`, those of a fork's
+        ancestors included."""
+        done = [step["tokens"] for step in self.steps if step["step"] < self.reached]
+        return done[-1] if done else 0
 
     @property
     def own_tokens(self) -> int:
@@ -470,9 +484,13 @@ class RunReader:
     def newest_checkpoint(self) -> str | None:
         """The name of the checkpoint with the highest step, None if there is none. One that was written
         later may be a replay of an earlier step."""
-        folders = checkpoint_folders(self.run_dir)
-        steps = {name: _step_of(path) for name, path in folders.items()}
+        steps = self._checkpoints()
         return max(steps, key=lambda name: (steps[name], name == "final"), default=None)
+
+    def _checkpoints(self) -> dict[str, int]:
+        """{name of a checkpoint: its step}."""
+        folders = checkpoint_folders(self.run_dir)
+        return {name: _step_of(path) for name, path in folders.items()}
 
     # ---- the current state ----
 
@@ -509,10 +527,11 @@ class RunReader:
             "exit_code": exit_code(self.run_dir, state),
             "heartbeat_age_s": heartbeat_age_s(state),
             "checkpoint": self.newest_checkpoint() or state["checkpoint"],
-            "mirror": self._mirror(state["step"]),
+            "mirror": self._mirror(state["step"] if alive == "alive" else None),
         }
         if alive == "dead":
             remedy = self.damaged_tokens() or "the same command resumes the run"
+            status |= logged_progress(self.run_dir)  # the last state may be older than the log
             status |= {
                 "shown": "dead",
                 "reason": f"its status is {state['status']}, but its process is gone; {remedy}",
@@ -520,11 +539,14 @@ class RunReader:
         return status
 
     def _mirror(self, step: float | None) -> dict[str, Any] | None:
-        """The state of the run's mirror after `step` steps, with how many steps and seconds it is
-        behind; None without a mirror."""
+        """The state of the run's mirror as this machine knows it, with how many steps and seconds it
+        is behind; None without a mirror. `step`: that of a running launch; otherwise, the mirror is
+        behind if a checkpoint here is newer."""
         mirror = read_mirror_state(self.run_dir)
         if mirror is None:
             return None
+        if step is None:
+            step = max(self._checkpoints().values(), default=0)
         copied = mirror["copied"]
         return mirror | {
             "behind_steps": max(0, int(step or 0) - (mirror["step"] or 0)),

@@ -49,7 +49,7 @@ def get_base_dir() -> Path:
         base.mkdir(parents=True, exist_ok=True)
     except OSError as e:
         raise OSError(
-            f"{base}: the base directory cannot be created ({e.strerror}){WRITABLE_BASE}"
+            f"{base}: the base directory cannot be created ({reason_of(e)}){WRITABLE_BASE}"
         ) from None
     return base
 
@@ -411,6 +411,12 @@ def make_folder(path: Path) -> list[Path]:
     return missing
 
 
+def reason_of(error: OSError) -> str:
+    """What the system says about an error, without the number and the file; of an error of our own,
+    which has no number, the whole sentence."""
+    return error.strerror or str(error)
+
+
 @contextlib.contextmanager
 def atomic_open(path: Path | str) -> Iterator[BinaryIO]:
     """Open for writing a file that appears at `path` only when it is complete: temporary name in
@@ -430,7 +436,7 @@ def atomic_open(path: Path | str) -> Iterator[BinaryIO]:
             os.fsync(f.fileno())
         os.replace(temporary, path)
     except BaseException as e:
-        if isinstance(e, OSError) and e.filename is None:
+        if isinstance(e, OSError) and e.errno is not None and e.filename is None:
             e.filename = str(path)  # the error for a full disk names no file
         with contextlib.suppress(FileNotFoundError):
             os.unlink(temporary)

@@ -46,6 +46,7 @@ from nanochat.common import (
     local_copy,
     make_local_copies,
     read_json,
+    reason_of,
     refuse_secrets,
     storage_of,
 )
@@ -158,7 +159,7 @@ def walk(folder: AnyPath) -> Iterator[Entry]:
             continue
         except OSError as e:
             raise OSError(
-                f"{e.filename or place}: it cannot be read ({e.strerror}), so data below it would silently "
+                f"{e.filename or place}: it cannot be read ({reason_of(e)}), so data below it would silently "
                 f"be missing; make it readable, or remove it from the data"
             ) from None
 

@@ -60,6 +60,7 @@ from nanochat.common import (
     get_base_dir,
     parse_json,
     read_json,
+    reason_of,
     remove_leftovers,
     show,
     visible,
@@ -279,7 +280,7 @@ def open_folders(run_dir: Path) -> None:
                 log.warning(
                     "%s: this unfinished save or deletion is in the way (%s); delete it",
                     path,
-                    e.strerror,
+                    reason_of(e),
                 )
     for name in ("", *FOLDERS):
         remove_leftovers(run_dir / name, fresh_s=0.0)
@@ -378,7 +379,7 @@ class Backlog:
         if error is not None and sum(size for size, _ in self._waiting) > self.MAX_BYTES:
             raise OSError(
                 error.errno,
-                f"{self._path}: {self._what} cannot be written ({error.strerror}); free some "
+                f"{self._path}: {self._what} cannot be written ({reason_of(error)}); free some "
                 f"space and run the same command again",
             ) from error
         if error is not None and not self._warned:
@@ -386,7 +387,7 @@ class Backlog:
                 "%s: %s cannot be written (%s); training continues, and they are written later",
                 self._path,
                 self._what,
-                error.strerror,
+                reason_of(error),
             )
         self._warned = error is not None
 
@@ -403,7 +404,7 @@ class Backlog:
                     self._path,
                     len(self._waiting),
                     self._what,
-                    error.strerror,
+                    reason_of(error),
                 )
         self._waiting.clear()
 

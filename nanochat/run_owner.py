@@ -33,7 +33,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
-from nanochat.common import Stop, make_folder, parse_json
+from nanochat.common import Stop, make_folder, parse_json, reason_of
 from nanochat.run_dir import finite, open_regular, set_aside
 from nanochat.run_state import (
     ACTIVE,
@@ -321,7 +321,9 @@ class RunState(Sink):
                 except OSError as e:
                     if not self._warned:
                         log.warning(
-                            "%s: cannot be written (%s); training continues", self._path, e.strerror
+                            "%s: cannot be written (%s); training continues",
+                            self._path,
+                            reason_of(e),
                         )
                     self._warned = True
             if state["status"] in EXIT_CODES:

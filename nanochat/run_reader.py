@@ -334,7 +334,8 @@ class RunReader:
     def num_tokens(self) -> int:
         """Number of tokens trained on in the steps that the run has `reached`, those of a fork's
         ancestors included."""
-        done = [step["tokens"] for step in self.steps if step["step"] < self.reached]
+        reached = self.reached
+        done = [step["tokens"] for step in self.steps if step["step"] < reached]
         return done[-1] if done else 0
 
     @property

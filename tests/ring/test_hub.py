@@ -512,6 +512,24 @@ def test_a_receipt_names_the_data_set_and_its_commit(hub, made):
     assert verify.main([str(path), "--steps=1"]) == 0
 
 
+def test_a_receipt_is_checked_while_the_files_are_away_with_a_sentence_that_names_the_server(
+    hub, capsys, monkeypatch
+):
+    """Regression: "PROBLEM [Errno None] None", which looked like a forged receipt."""
+    train(val_fraction=0.3, num_iterations=1)  # so that the files are copied
+    path = run_dir().parents[1] / "receipt.json"
+    assert not receipt.main(["run", f"--out={path}"])
+    for name in ("web", "prepared"):
+        shutil.rmtree(run_dir().parents[1] / name)
+    monkeypatch.setattr(web_client, "moved", {})
+    monkeypatch.setattr(hub, "store_url", "http://127.0.0.1:9")
+    begin_launch()
+    assert verify.main([str(path), "--steps=0"]) == 1
+    output = capsys.readouterr().out
+    assert "nothing from 127.0.0.1:9" in output and "check the network" in output
+    assert "Errno" not in output
+
+
 def test_runs_on_two_commits_are_compared_with_the_files_that_differ(hub, made, capsys):
     """Regression: only the names of the runs were said to differ."""
     train(num_iterations=1)

@@ -21,7 +21,7 @@ import itertools
 import logging
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import PurePath
@@ -449,15 +449,14 @@ def find_document(data: Mapping[str, Mapping[str, Source]], name: str) -> tuple[
     return split, DocumentPlace(bucket, name, row, -1, -1)
 
 
-def announce_search(data: Mapping[str, Mapping[str, Source]], known: Container[str] = ()) -> None:
-    """Log how much a search through all files of {split: {bucket: source}} may have to fetch, but
-    for those with a `known` name, which are not searched."""
+def announce_search(searched: Iterable[tuple[Source, Container[str]]]) -> None:
+    """Log how much a search through the files of (source, names of its files that are not searched)
+    may have to fetch."""
     sizes: dict[AnyPath, int] = {}
-    for sources in data.values():
-        for source in sources.values():
-            for entry in source.manifest["files"]:
-                if entry["name"] not in known:
-                    sizes[place_of(source.manifest, entry)] = entry["size"]
+    for source, known in searched:
+        for entry in source.manifest["files"]:
+            if entry["name"] not in known:
+                sizes[place_of(source.manifest, entry)] = entry["size"]
     remote = [size for path, size in sizes.items() if is_remote(path)]
     if remote:
         log.info(

@@ -138,7 +138,7 @@ def search(
 
     Reads each file once, with a progress bar.
     """
-    announce_search(data, known)
+    announce_search((source, known) for sources in data.values() for source in sources.values())
     groups = []
     for split, sources in data.items():
         for bucket, source in sources.items():

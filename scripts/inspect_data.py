@@ -513,8 +513,7 @@ def named_documents(ancestry: Ancestry, args: argparse.Namespace) -> list[Traced
 
 def matches_of(parts: Sequence[Part], text: str) -> Iterator[tuple[Part, DocumentPlace]]:
     """(part, document) of all documents that contain a text."""
-    for part in parts:
-        announce_search({part.split: part.sources}, part.known)
+    announce_search((source, part.known) for part in parts for source in part.sources.values())
     for part in parts:
         for bucket, source in part.sources.items():
             for document in documents_with(source, bucket, text, part.known):

@@ -235,6 +235,10 @@ class Remote(PurePosixPath):
         """The path that stays the same when a name moves, as a branch does; else itself."""
         return self
 
+    def is_fixed(self) -> bool:
+        """Whether it names a state that never changes, such as a commit."""
+        return False
+
     def remember(self, root: str) -> None:
         """For the rest of this launch, take the state that this path's name stands for from `root`, a
         run's pinned `resolve`, instead of asking for it."""

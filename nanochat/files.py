@@ -286,6 +286,18 @@ def paths_in(path: AnyPath | str) -> list[str]:
     return _listed_in(as_path(path)) or str(path).split(",")
 
 
+def fixed_paths(path: AnyPath | str) -> list[Remote] | None:
+    """The states that never change, such as commits, which the paths in a --data-path stand for in
+    this launch; None if one of them may change."""
+    states = []
+    for place in map(as_path, paths_in(path)):
+        state = place.resolve() if isinstance(place, Remote) else None
+        if state is None or not state.is_fixed():
+            return None
+        states.append(state)
+    return states
+
+
 def _common_folder(files: Sequence[AnyPath]) -> AnyPath:
     """The folder that contains all files."""
     folders = [file.parent for file in files]

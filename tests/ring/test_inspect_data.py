@@ -595,7 +595,10 @@ def test_a_document_that_only_an_ancestor_read_is_found_with_its_steps(without_c
 
 def test_a_result_names_the_steps_that_it_does_not_cover(without_code):
     """Regression: only a warning on stderr said so, and the report and the model card had a 0."""
-    (training.run_dir("text") / "data_manifest.json").write_text("{}")
+    path = training.run_dir("text") / "data_manifest.json"
+    manifest = json.loads(path.read_text())
+    manifest["train"]["code"]["root"] = "/gone"
+    path.write_text(json.dumps(manifest))
     out = run("find", "child", "--ngram=8", f"--texts={without_code.items}")
     sentence = "steps 0 to 14 (child continues text@15, whose files cannot be read)"
     assert sentence in out

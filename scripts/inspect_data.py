@@ -688,7 +688,8 @@ def show_ledger(opened: Opened, args: argparse.Namespace) -> int:
         step = max(opened.run.cursor_files, default=0)
     with opened.stream_at(step) as stream:
         accounts = ledger(stream.cursors(), T)
-    text, header, rows = ledger_table(step, accounts, T)
+    note = opened.run.ledger_note(accounts) if is_run_dir(opened.run.run_dir) else ""
+    text, header, rows = ledger_table(step, accounts, T, note)
     print(text, *table(header, rows), sep="\n")
     return EXIT_FAILED if unbalanced(accounts) else 0
 

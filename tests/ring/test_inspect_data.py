@@ -593,6 +593,22 @@ def test_a_document_that_only_an_ancestor_read_is_found_with_its_steps(without_c
     assert "the run or text (steps 0 to 14) trained on parts of 1 of the 1 document" in out
 
 
+def test_the_ledger_of_a_fork_says_which_rows_are_its_own_and_which_are_not_in_it(without_code):
+    """Regression: it was neither the fork's own nor that of all steps, and did not say so."""
+    rows = {}  # of each bucket, in the steps before the fork
+    for step in range(15):
+        for row in json_lines("rows", "text", f"--step={step}", "--json"):
+            rows[row["bucket"]] = rows.get(row["bucket"], 0) + 1
+    assert sum(rows.values()) == 15 * 8 and rows["code"]
+    out = run("ledger", "child")
+    total = rows["web"] + 3 * 8
+    assert (
+        f"{rows['web']} of its {total} rows are from before step 15, at which this run left" in out
+    )
+    assert f"Not in it: {rows['code']} rows of code (text)." in out
+    assert "rows are from before" not in run("ledger", "text")
+
+
 def test_a_result_names_the_steps_that_it_does_not_cover(without_code):
     """Regression: only a warning on stderr said so, and the report and the model card had a 0."""
     path = training.run_dir("text") / "data_manifest.json"

@@ -73,6 +73,7 @@ from nanochat.common import (
     hash_json,
     parse_json,
     read_json,
+    reason_of,
 )
 from nanochat.run_dir import (
     CHECKPOINT_NAME,
@@ -267,7 +268,7 @@ class Snapshot:
             raise OSError(
                 e.errno or errno.EIO,
                 f"checkpoint {name} could not be written to "
-                f"{target.parent}: {e.strerror or e}; older checkpoints are untouched",
+                f"{target.parent}: {reason_of(e)}; older checkpoints are untouched",
             ) from e
         return target
 
@@ -536,8 +537,8 @@ def first_good(paths: Iterable[Path]) -> Checkpoint | None:
             reasons.append(str(e))
         except OSError as e:
             raise OSError(
-                e.errno,
-                f"{path}: cannot be read ({e.strerror}); nothing was changed. Fix the disk or the "
+                e.errno or errno.EIO,
+                f"{path}: cannot be read ({reason_of(e)}); nothing was changed. Fix the disk or the "
                 f"permissions, then run the same command again",
             ) from e
     if reasons:
@@ -712,7 +713,7 @@ class Saver:
         try:
             self._good = write()
         except OSError as e:
-            number, reason = self._errors + 1, e.strerror or str(e)
+            number, reason = self._errors + 1, reason_of(e)
             kept = self._good.name if self._good and (self._good / STATE_NAME).is_file() else ""
             if kept and number < MAX_ERRORS and not last:
                 return Outcome(

@@ -47,6 +47,7 @@ from nanochat.common import (
     bars_hidden,
     get_dist_info,
     public,
+    reason_of,
     refuse_secrets,
     visible,
 )
@@ -265,7 +266,7 @@ class Parser(argparse.ArgumentParser):
         except OSError as e:
             folder = Path(path).parent
             similar = did_you_mean(Path(path).name, os.listdir(folder) if folder.is_dir() else ())
-            self.error(f"{e.strerror}{similar or '; expected a file of flags'}")
+            self.error(f"{reason_of(e)}{similar or '; expected a file of flags'}")
         except (ValueError, RecursionError) as e:
             self.error(f"{' '.join(str(e).split())[:150]}; expected YAML, or TOML in a .toml file")
         if not isinstance(values, dict):

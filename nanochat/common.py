@@ -49,7 +49,7 @@ def get_base_dir() -> Path:
         base.mkdir(parents=True, exist_ok=True)
     except OSError as e:
         raise OSError(
-            f"{base}: the base directory cannot be created ({e.strerror}){WRITABLE_BASE}"
+            f"{base}: the base directory cannot be created ({reason_of(e)}){WRITABLE_BASE}"
         ) from None
     return base
 
@@ -235,6 +235,10 @@ class Remote(PurePosixPath):
         """The path that stays the same when a name moves, as a branch does; else itself."""
         return self
 
+    def is_fixed(self) -> bool:
+        """Whether it names a state that never changes, such as a commit."""
+        return False
+
     def remember(self, root: str) -> None:
         """For the rest of this launch, take the state that this path's name stands for from `root`, a
         run's pinned `resolve`, instead of asking for it."""
@@ -411,6 +415,12 @@ def make_folder(path: Path) -> list[Path]:
     return missing
 
 
+def reason_of(error: OSError) -> str:
+    """What the system says about an error, without the number and the file; of an error of our own,
+    which has no number, the whole sentence."""
+    return error.strerror or str(error)
+
+
 @contextlib.contextmanager
 def atomic_open(path: Path | str) -> Iterator[BinaryIO]:
     """Open for writing a file that appears at `path` only when it is complete: temporary name in
@@ -430,7 +440,7 @@ def atomic_open(path: Path | str) -> Iterator[BinaryIO]:
             os.fsync(f.fileno())
         os.replace(temporary, path)
     except BaseException as e:
-        if isinstance(e, OSError) and e.filename is None:
+        if isinstance(e, OSError) and e.errno is not None and e.filename is None:
             e.filename = str(path)  # the error for a full disk names no file
         with contextlib.suppress(FileNotFoundError):
             os.unlink(temporary)

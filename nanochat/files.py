@@ -46,6 +46,7 @@ from nanochat.common import (
     local_copy,
     make_local_copies,
     read_json,
+    reason_of,
     refuse_secrets,
     storage_of,
 )
@@ -158,7 +159,7 @@ def walk(folder: AnyPath) -> Iterator[Entry]:
             continue
         except OSError as e:
             raise OSError(
-                f"{e.filename or place}: it cannot be read ({e.strerror}), so data below it would silently "
+                f"{e.filename or place}: it cannot be read ({reason_of(e)}), so data below it would silently "
                 f"be missing; make it readable, or remove it from the data"
             ) from None
 
@@ -283,6 +284,18 @@ def data_at(path: AnyPath | str) -> DataPath:
 def paths_in(path: AnyPath | str) -> list[str]:
     """The paths that a --data-path lists: in a text file, or with commas between them."""
     return _listed_in(as_path(path)) or str(path).split(",")
+
+
+def fixed_paths(path: AnyPath | str) -> list[Remote] | None:
+    """The states that never change, such as commits, which the paths in a --data-path stand for in
+    this launch; None if one of them may change."""
+    states = []
+    for place in map(as_path, paths_in(path)):
+        state = place.resolve() if isinstance(place, Remote) else None
+        if state is None or not state.is_fixed():
+            return None
+        states.append(state)
+    return states
 
 
 def _common_folder(files: Sequence[AnyPath]) -> AnyPath:

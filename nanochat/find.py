@@ -21,7 +21,7 @@ import itertools
 import logging
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import PurePath
@@ -449,12 +449,13 @@ def find_document(data: Mapping[str, Mapping[str, Source]], name: str) -> tuple[
     return split, DocumentPlace(bucket, name, row, -1, -1)
 
 
-def announce_search(data: Mapping[str, Mapping[str, Source]]) -> None:
-    """Log how much a search through all files of {split: {bucket: source}} may have to fetch."""
+def announce_search(searched: Iterable[tuple[Source, Container[str]]]) -> None:
+    """Log how much a search through the files of (source, names of its files that are not searched)
+    may have to fetch."""
     sizes: dict[AnyPath, int] = {}
-    for sources in data.values():
-        for source in sources.values():
-            for entry in source.manifest["files"]:
+    for source, known in searched:
+        for entry in source.manifest["files"]:
+            if entry["name"] not in known:
                 sizes[place_of(source.manifest, entry)] = entry["size"]
     remote = [size for path, size in sizes.items() if is_remote(path)]
     if remote:
@@ -465,10 +466,24 @@ def announce_search(data: Mapping[str, Mapping[str, Source]]) -> None:
         )
 
 
-def documents_with(source: Source, bucket: str, text: str) -> Iterator[DocumentPlace]:
-    """All documents of a source that contain a text. Shows a progress bar."""
-    groups = tqdm([*groups_of(source)], desc=f"searching {bucket}", unit="group", disable=None)
-    for group, (file, first, _) in enumerate(groups):
+def groups_to_search(source: Source, known: Container[str]) -> list[tuple[int, str, int]]:
+    """(group, file, index in it of the first document) of a source, but for the files with a
+    `known` name."""
+    groups = []
+    for group, (file, first, _) in enumerate(groups_of(source)):
+        if file not in known:
+            groups.append((group, file, first))
+    return groups
+
+
+def documents_with(
+    source: Source, bucket: str, text: str, known: Container[str] = ()
+) -> Iterator[DocumentPlace]:
+    """All documents of a source that contain a text, but for those in files with a `known` name.
+    Shows a progress bar."""
+    groups = groups_to_search(source, known)
+    bar = tqdm(groups, desc=f"searching {bucket}", unit="group", disable=None if groups else True)
+    for group, file, first in bar:
         for row, document in enumerate(source.texts(group)):
             if text in document:
                 yield DocumentPlace(bucket, f"{file}:{first + row}", first + row, group, row)

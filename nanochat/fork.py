@@ -38,7 +38,7 @@ from nanochat.checkpoint import (
 )
 from nanochat.common import AnyPath, Difference, as_path, differences, hash_json, print0
 from nanochat.config import OF_ONE_RUN, OF_ROWS, Settings, fields_of, flag, is_kept_by_forks
-from nanochat.files import data_at, list_files
+from nanochat.files import data_at, fixed_paths, list_files
 from nanochat.gpt import GPTConfig
 from nanochat.order import StreamConfig, open_order
 from nanochat.pins import (
@@ -233,6 +233,8 @@ def _changes(settings: Settings, parent: Parent) -> dict[str, list[Any]]:
     for name, f in fields_of(type(settings)).items():
         if name in (*OF_ONE_RUN, *MACHINE):
             continue
+        if name in ("data_path", "val_path") and _is_same_state(then[name], now[name]):
+            continue  # another name of it
         if then[name] == now[name] and not (name == "data_path" and name in named):
             continue
         changes[name] = [then[name], now[name]]
@@ -247,6 +249,14 @@ def _changes(settings: Settings, parent: Parent) -> dict[str, list[Any]]:
     if settings.skip_steps:
         changes["skip_steps"] = [0, settings.skip_steps]
     return changes
+
+
+def _is_same_state(then: str | None, now: str | None) -> bool:
+    """Whether two data paths stand for the same commits, to which no file can be added."""
+    if then is None or now is None:
+        return False
+    before = fixed_paths(then)
+    return before is not None and before == fixed_paths(now)
 
 
 def first_checkpoint(parent: Parent, settings: Settings, model_config: GPTConfig) -> Checkpoint:

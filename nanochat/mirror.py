@@ -54,7 +54,7 @@ from nanochat.mirror_store import as_file, open_store
 from nanochat.pins import DATA_MANIFEST
 from nanochat.run_dir import CONFIG_NAME, PLAN_NAME, is_run_dir, open_regular
 from nanochat.run_owner import last_owner
-from nanochat.run_state import MIRROR_NAME, PROCESS, read_mirror_state
+from nanochat.run_state import MIRROR_NAME, PROCESS, read_mirror_state, renew_state
 from nanochat.steps import Mirror
 
 log = logging.getLogger(__name__)
@@ -197,6 +197,7 @@ class RunMirror(Mirror):
         fetch.config()
         if self.settings.resume == "auto":
             fetch.checkpoint(step)
+        renew_state(self.run_dir)
         for blake2b in fetch.corrupt:  # to be copied again
             self.pieces.pop(blake2b, None)
 

@@ -27,6 +27,7 @@ from nanochat.common import (
     is_remote,
     make_folder,
     open_door,
+    reason_of,
     refuse_secrets,
     remove_leftovers,
     write_bytes,
@@ -111,7 +112,7 @@ class Folder:
             remedy = "free some space there"
         else:
             remedy = "check the folder and its disk"
-        sentence = f"{self.where}: cannot be written ({e.strerror or e}); {remedy}"
+        sentence = f"{self.where}: cannot be written ({reason_of(e)}); {remedy}"
         kind = PermissionError if isinstance(e, PermissionError) else OSError
         return kind(sentence)
 
@@ -174,7 +175,7 @@ class Folder:
             except OSError as e:
                 file.close()
                 raise ValueError(
-                    f"{self.where}: this file system has no locks ({e.strerror}), so two machines could own "
+                    f"{self.where}: this file system has no locks ({reason_of(e)}), so two machines could own "
                     f"the run; mount it with locks, or name a folder elsewhere"
                 ) from None
 

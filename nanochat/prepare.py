@@ -68,6 +68,7 @@ from nanochat.common import (
     local_copy,
     make_local_copies,
     read_json,
+    reason_of,
     remove_leftovers,
     table,
     write_json,
@@ -240,7 +241,7 @@ def _alone(folder: Path) -> Iterator[None]:
         lock = os.open(folder / ".lock", os.O_WRONLY | os.O_CREAT, 0o666)
     except OSError as e:
         raise OSError(
-            f"{folder}: text cannot be prepared there ({e.strerror}){WRITABLE_BASE}"
+            f"{folder}: text cannot be prepared there ({reason_of(e)}){WRITABLE_BASE}"
         ) from None
     try:
         with contextlib.suppress(OSError):  # some file systems have no locks
@@ -315,7 +316,7 @@ def _make(
     if errors and isinstance(errors[0], OSError) and errors[0].errno in FULL:
         done = f"{len(records)} of {counted(len(keys), 'file')}"
         raise OSError(
-            f"{folder}: no room for text as parquet ({errors[0].strerror}; {done} finished); make room, or set "
+            f"{folder}: no room for text as parquet ({reason_of(errors[0])}; {done} finished); make room, or set "
             f"NANOCHAT_BASE_DIR to another disk, and run the command again; python -m nanochat.prepare lists "
             f"what can be deleted"
         ) from None

@@ -60,6 +60,7 @@ from nanochat.common import (
     get_base_dir,
     parse_json,
     read_json,
+    reason_of,
     remove_leftovers,
     show,
     visible,
@@ -279,7 +280,7 @@ def open_folders(run_dir: Path) -> None:
                 log.warning(
                     "%s: this unfinished save or deletion is in the way (%s); delete it",
                     path,
-                    e.strerror,
+                    reason_of(e),
                 )
     for name in ("", *FOLDERS):
         remove_leftovers(run_dir / name, fresh_s=0.0)
@@ -378,7 +379,7 @@ class Backlog:
         if error is not None and sum(size for size, _ in self._waiting) > self.MAX_BYTES:
             raise OSError(
                 error.errno,
-                f"{self._path}: {self._what} cannot be written ({error.strerror}); free some "
+                f"{self._path}: {self._what} cannot be written ({reason_of(error)}); free some "
                 f"space and run the same command again",
             ) from error
         if error is not None and not self._warned:
@@ -386,7 +387,7 @@ class Backlog:
                 "%s: %s cannot be written (%s); training continues, and they are written later",
                 self._path,
                 self._what,
-                error.strerror,
+                reason_of(error),
             )
         self._warned = error is not None
 
@@ -403,7 +404,7 @@ class Backlog:
                     self._path,
                     len(self._waiting),
                     self._what,
-                    error.strerror,
+                    reason_of(error),
                 )
         self._waiting.clear()
 
@@ -529,6 +530,31 @@ def newest_events(run_dir: Path, step: float) -> dict[str, dict[str, Any]]:
                 newest.pop("completed", None)
             newest[record["event"]] = record
     return newest
+
+
+def newest_progress(run_dir: Path) -> dict[str, Any] | None:
+    """The last line of a run's log that says how far it came: that of a step or of a launch that
+    started; None if there is none. Reads the log from its end."""
+    path = run_dir / "logs" / "train.jsonl"
+    try:
+        file = open_regular(path, os.O_RDONLY)
+    except (OSError, ValueError):
+        return None
+    with file:
+        size = file.seek(0, os.SEEK_END)
+        window = 1 << 16
+        while True:
+            file.seek(max(0, size - window))
+            lines = file.read(window).split(b"\n")
+            whole = lines if window >= size else lines[1:]
+            for line in reversed(whole):
+                with contextlib.suppress(ValueError):
+                    record = parse_json(line, path, {"step": int})
+                    if record.get("event") in (None, "started"):
+                        return record
+            if window >= size:
+                return None
+            window *= 16
 
 
 def config_at(run_dir: Path, step: float) -> dict[str, Any]:

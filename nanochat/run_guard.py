@@ -119,6 +119,11 @@ class Guard:
         state = RunState(self.owner, self.ranks, self._stop.look_for_request, **news)
         self.state = self._stack.enter_context(state)
 
+    @property
+    def launch(self) -> str:
+        """Names this launch; '' on other ranks than 0."""
+        return "" if self.owner is None else self.owner.launch
+
     def lost(self) -> str:
         """'' while this launch owns the run and its mirror, else the error to end with."""
         return self.mirror.lost() or ("" if self.owner is None else self.owner.lost())

@@ -33,7 +33,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
-from nanochat.common import Stop, make_folder, parse_json
+from nanochat.common import Stop, make_folder, parse_json, reason_of
 from nanochat.run_dir import finite, open_regular, set_aside
 from nanochat.run_state import (
     ACTIVE,
@@ -72,6 +72,7 @@ class Owner:
         self._file = file
         self._record = record  # that of the last owner, until `sign`
         self._made = [] if self._record else made  # what `claim` made, the innermost first
+        self.launch = uuid.uuid4().hex  # names this launch
 
     def sign(self) -> None:
         """Write this launch's record. ValueError if another launch owns the run by now, which can
@@ -79,7 +80,7 @@ class Owner:
         if self.lost():
             raise ValueError(MOMENT_AGO.format(self.run_dir))
         record = {
-            "launch": uuid.uuid4().hex,
+            "launch": self.launch,
             "since": time.strftime("%Y-%m-%d %H:%M:%S"),
             "launcher": identify_launcher(),
             **identify(),
@@ -281,6 +282,7 @@ class RunState(Sink):
             "world_size": len(ranks),
             "ranks": list(ranks),
             "started": time.time(),
+            "launch": owner.launch,
         }
         self._written: dict[str, Any] = {}
         self._written_at = 0.0
@@ -319,7 +321,9 @@ class RunState(Sink):
                 except OSError as e:
                     if not self._warned:
                         log.warning(
-                            "%s: cannot be written (%s); training continues", self._path, e.strerror
+                            "%s: cannot be written (%s); training continues",
+                            self._path,
+                            reason_of(e),
                         )
                     self._warned = True
             if state["status"] in EXIT_CODES:

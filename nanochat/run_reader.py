@@ -30,7 +30,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from nanochat.common import check_shape, is_remote, read_json
+from nanochat.common import check_shape, counted, is_remote, read_json
 from nanochat.run_dir import (
     CHECKPOINT_NAME,
     CONFIG_NAME,
@@ -47,7 +47,13 @@ from nanochat.run_dir import (
     read_cursors,
 )
 from nanochat.run_owner import exit_code, liveness
-from nanochat.run_state import STATE_NAME, heartbeat_age_s, read_mirror_state, read_state
+from nanochat.run_state import (
+    STATE_NAME,
+    heartbeat_age_s,
+    logged_progress,
+    read_mirror_state,
+    read_state,
+)
 
 log = logging.getLogger(__name__)
 
@@ -319,9 +325,18 @@ class RunReader:
         return self.steps[-1]["step"] + 1 if self.steps else 0
 
     @property
+    def reached(self) -> int:
+        """Number of steps after which the newest launch stands. `num_steps` is higher as long as
+        that launch takes steps again."""
+        return self.launches[-1].last if self.launches else self.num_steps
+
+    @property
     def num_tokens(self) -> int:
-        """Number of tokens trained on, those of a fork's ancestors included."""
-        return self.steps[-1]["tokens"] if self.steps else 0
+        """Number of tokens trained on in the steps that the run has `reached`, those of a fork's
+        ancestors included."""
+        reached = self.reached
+        done = [step["tokens"] for step in self.steps if step["step"] < reached]
+        return done[-1] if done else 0
 
     @property
     def own_tokens(self) -> int:
@@ -452,27 +467,71 @@ class RunReader:
                 log.warning("skipped: %s", e)
         return None
 
-    def ledger(self) -> tuple[int, dict[str, dict[str, int]], int]:
-        """(step, ledger, T) of the newest save; step 0 and an empty ledger before the first."""
+    def ledger(self) -> tuple[int, dict[str, dict[str, int]], int, str]:
+        """(step, ledger, T, `ledger_note`) of the newest save; step 0 and an empty ledger before the
+        first."""
+        T = self.config["max_seq_len"]
+        step = max(self.cursor_files, default=0)
+        accounts = self._ledger_at(step)
+        return step, accounts, T, self.ledger_note(accounts)
+
+    def _ledger_at(self, step: int) -> dict[str, dict[str, int]]:
+        """The ledger at the save of a step; empty if its cursors were not kept."""
         from nanochat.stream import ledger
 
-        T = self.config["max_seq_len"]
-        if not self.cursor_files:
-            return 0, {}, T
-        step = max(self.cursor_files)
+        if step not in self.cursor_files:
+            return {}
         path = self.cursor_files[step]
         try:
             _, cursors = read_cursors(path)
-            return step, ledger(cursors, T), T
+            return ledger(cursors, self.config["max_seq_len"])
         except ValueError as e:
             raise ValueError(str(e) if str(path) in str(e) else f"{path}: {e}") from None
+
+    def ledger_note(self, accounts: Mapping[str, Mapping[str, int]]) -> str:
+        """Which rows of a ledger of this run its ancestors took, and which of theirs are not in it;
+        "" if it is not a fork."""
+        if self.fork is None or not accounts:
+            return ""
+        num_rows = sum(account["rows"] for account in accounts.values())
+        before = sum(account["rows"] for account in self._ledger_at(self.fork.step).values())
+        sentence = (
+            f"{before:,} of its {num_rows:,} rows are from before step {self.fork.step:,}, at which this run "
+            f"left {self.fork.run}."
+        )
+        missing = [
+            f"{counted(rows, 'row')} of {bucket} ({name})"
+            for name, bucket, rows in self._rows_not_continued()
+        ]
+        return f"{sentence} Not in it: {', '.join(missing)}." if missing else sentence
+
+    def _rows_not_continued(self) -> Iterator[tuple[str, str, int]]:
+        """(ancestor, bucket, rows) that ancestors took and that the ledger does not continue, because
+        a fork reads the bucket no more, begins it anew, or packs its rows in another way."""
+        run = self
+        while run.fork is not None and run.parent_dir is not None:
+            parent = RunReader(run.parent_dir)
+            continued = run._ledger_at(run.fork.step)
+            try:
+                before = parent._ledger_at(run.fork.step)
+            except ValueError as e:
+                log.warning("the ledger of %s is not known: %s", parent.name, e)
+                before = {}
+            for bucket, account in before.items():
+                if account["rows"] and not continued.get(bucket, {}).get("rows"):
+                    yield parent.name, bucket, account["rows"]
+            run = parent
 
     def newest_checkpoint(self) -> str | None:
         """The name of the checkpoint with the highest step, None if there is none. One that was written
         later may be a replay of an earlier step."""
-        folders = checkpoint_folders(self.run_dir)
-        steps = {name: _step_of(path) for name, path in folders.items()}
+        steps = self._checkpoints()
         return max(steps, key=lambda name: (steps[name], name == "final"), default=None)
+
+    def _checkpoints(self) -> dict[str, int]:
+        """{name of a checkpoint: its step}."""
+        folders = checkpoint_folders(self.run_dir)
+        return {name: _step_of(path) for name, path in folders.items()}
 
     # ---- the current state ----
 
@@ -509,10 +568,11 @@ class RunReader:
             "exit_code": exit_code(self.run_dir, state),
             "heartbeat_age_s": heartbeat_age_s(state),
             "checkpoint": self.newest_checkpoint() or state["checkpoint"],
-            "mirror": self._mirror(state["step"]),
+            "mirror": self._mirror(state["step"] if alive == "alive" else None),
         }
         if alive == "dead":
             remedy = self.damaged_tokens() or "the same command resumes the run"
+            status |= logged_progress(self.run_dir)  # the last state may be older than the log
             status |= {
                 "shown": "dead",
                 "reason": f"its status is {state['status']}, but its process is gone; {remedy}",
@@ -520,11 +580,14 @@ class RunReader:
         return status
 
     def _mirror(self, step: float | None) -> dict[str, Any] | None:
-        """The state of the run's mirror after `step` steps, with how many steps and seconds it is
-        behind; None without a mirror."""
+        """The state of the run's mirror as this machine knows it, with how many steps and seconds it
+        is behind; None without a mirror. `step`: that of a running launch; otherwise, the mirror is
+        behind if a checkpoint here is newer."""
         mirror = read_mirror_state(self.run_dir)
         if mirror is None:
             return None
+        if step is None:
+            step = max(self._checkpoints().values(), default=0)
         copied = mirror["copied"]
         return mirror | {
             "behind_steps": max(0, int(step or 0) - (mirror["step"] or 0)),
@@ -612,9 +675,10 @@ def unbalanced(accounts: Mapping[str, Mapping[str, int]]) -> dict[str, int]:
 
 
 def ledger_table(
-    step: int, accounts: Mapping[str, Mapping[str, int]], T: int
+    step: int, accounts: Mapping[str, Mapping[str, int]], T: int, note: str
 ) -> tuple[str, tuple[str, ...], Table]:
-    """The ledger after `step` steps as text: a paragraph, and the header and rows of a table."""
+    """The ledger after `step` steps as text: a paragraph, which ends with a note if there is one,
+    and the header and rows of a table."""
     from nanochat.stream import LEDGER, token_share
 
     law = "read + bos + repeated = emitted + cropped + pending"
@@ -633,4 +697,6 @@ def ledger_table(
         f"tokens, 'repeated' the overlap of windows. 'cropped %' is a share of emitted + cropped;\n'epochs': "
         f"completed by at least one lane."
     )
+    if note:
+        text += f"\n{note}"
     return text, ("bucket", *LEDGER, "cropped %"), rows

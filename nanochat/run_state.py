@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from nanochat.common import parse_json
-from nanochat.run_dir import open_regular
+from nanochat.run_dir import finite, is_step, iter_log, newest_progress, open_regular
 
 STATE_NAME = ".run_state.json"
 MIRROR_NAME = ".mirror.json"
@@ -100,6 +100,7 @@ STATE = {
     "ranks": [PROCESS],
     "started": float,
     "heartbeat": float,
+    "launch": str | object,  # names the launch, as in its line of the log; older versions lack it
 }
 LARGEST, LATEST = 1e18, 1e11  # limits of a number, and of a time in unix seconds (the year 5138)
 
@@ -124,6 +125,72 @@ def read_state(run_dir: Path) -> dict[str, Any] | None:
     if not (known and state["ranks"]):
         raise ValueError(f"{path}: not a state that this version of the program writes; {remedy}")
     return state
+
+
+def renew_state(run_dir: Path) -> None:
+    """Bring the state of a run up to its log, if the newest launch there ran on another machine, or
+    logged its end and was killed before it wrote that here. Only the owner of the run may call this."""
+    try:
+        known = read_state(run_dir) or {}
+    except ValueError:  # it is corrupt
+        known = {}
+    logged = logged_state(run_dir)
+    if logged is None:
+        return
+    has_ended_since = known.get("status") in ACTIVE and logged["status"] in EXIT_CODES
+    if known.get("launch") != logged["launch"] or has_ended_since:
+        replace_state(run_dir / STATE_NAME, finite(logged))
+
+
+def logged_state(run_dir: Path) -> dict[str, Any] | None:
+    """The state of a run as its log records it: that of the newest launch, "running" if it has not
+    logged its end. None if the log has no launch."""
+    newest: dict[str, dict[str, Any]] = {}
+    end = None
+    for record in iter_log(run_dir / "logs" / "train.jsonl", containing=b'"event"'):
+        name = record.get("event")
+        if name == "started":
+            end = None
+        elif name in EXIT_CODES:
+            end = record
+        newest[str(name)] = record
+    if "started" not in newest:
+        return None
+    started = newest["started"]
+    last = end or started
+    val = newest.get("val", {})
+    return {
+        **dict.fromkeys(NEWS),
+        **logged_progress(run_dir),
+        "format_version": FORMAT_VERSION,
+        "status": "running" if end is None else end["event"],
+        "reason": last.get("reason") or "",
+        "num_iterations": started.get("num_iterations"),
+        "val_bpb": val.get("bpb"),
+        "val_step": val.get("step"),
+        "checkpoint": newest.get("saved", {}).get("checkpoint"),
+        "skipped": newest.get("skipped", {}).get("skipped"),
+        "world_size": started.get("world_size", 1),
+        "ranks": [identify()],  # the log does not name its processes
+        "started": started.get("time", 0.0),
+        "heartbeat": last.get("time", 0.0),
+        "launch": started.get("launch", ""),
+    }
+
+
+def logged_progress(run_dir: Path) -> dict[str, Any]:
+    """The values of the state that the newest step in the log decides."""
+    record = newest_progress(run_dir)
+    if record is None:
+        return {}
+    if not is_step(record):  # a launch that has taken no step yet
+        return {"step": record["step"]}
+    return {
+        "step": record["step"] + 1,
+        "loss": record.get("smooth_loss"),
+        "tokens": record.get("tokens"),
+        "tokens_per_s": record.get("tokens_per_s"),
+    }
 
 
 # what a launch with --mirror-to writes about its mirror

@@ -12,11 +12,11 @@ from pathlib import PurePosixPath
 import torch
 
 from nanochat.checkpoint import list_checkpoints
-from nanochat.common import counted, few, get_dist_info, is_remote, print0, show
+from nanochat.common import Remote, as_path, counted, few, get_dist_info, is_remote, print0, show
 from nanochat.config import flag
 from nanochat.dataloader import StepLayout
 from nanochat.dist import peak_memory, write_memory
-from nanochat.files import FORMATS, data_at
+from nanochat.files import FORMATS, data_at, paths_in
 from nanochat.fork import describe_fork
 from nanochat.pins import Manifest
 from nanochat.run_dir import CONFIG_NAME, Fork, mix_text
@@ -44,9 +44,13 @@ def print_split(run: Run) -> None:
     for root in sorted({str(manifest["root"]) for manifest in val.values()} - roots):
         if root.startswith("hf://"):
             print0(f"data for validation: {root}")
+    for note in _pinned_notes(run):
+        print0(f"note: {note}")
     reads = f"this run trains on {run.horizon.total_tokens:,} tokens"
-    is_new = not run.config and settings.val_path is None
-    chosen = is_new and last_file_validates(data_at(settings.data_path or ""))
+    # a fork keeps the validation files of its parent, and a curriculum may leave out a bucket
+    decides = not run.config and settings.fork is None and settings.val_path is None
+    reads_all = val.keys() <= train.keys() or settings.mix is None
+    chosen = decides and reads_all and last_file_validates(data_at(settings.data_path or ""))
     print0(
         *describe_split(
             files_of(train),
@@ -71,6 +75,28 @@ def print_split(run: Run) -> None:
         whole = rows.count(None)
         files = f" and {counted(whole, 'whole file')}" if whole else ""
         print0(f"left out: {counted(number, 'document')}{files} (--without-documents)")
+
+
+def _pinned_notes(run: Run) -> Iterator[str]:
+    """Which commit is read where a command names a branch, which may have moved on: for a fork, and
+    for a resume that names the data in another way than the run did."""
+    settings = run.settings
+    fork = Fork.of(settings.fork)
+    if run.parent is not None and fork is not None and "data_path" not in fork.changes:
+        who = fork.run
+        remedy = "to read a newer commit, name it in --data-path, as @COMMIT"
+    elif run.config and run.config.get("data_path") != settings.data_path:
+        who = "this run"
+        remedy = "a fork can read a newer one, with @COMMIT in --data-path"
+    else:
+        return
+    roots = {str(manifest["root"]) for manifest in run.data.manifests["train"].values()}
+    for path in paths_in(settings.data_path or ""):
+        place = as_path(path)
+        state = place.resolve()
+        is_branch = isinstance(state, Remote) and state.is_fixed() and state != place
+        if is_branch and any(state.is_relative_to(root) for root in roots):
+            yield f"{path} is read as {who} pinned it, whatever its branch has by now; {remedy}"
 
 
 def _folders_in(manifests: Mapping[str, Manifest], root: str) -> str:

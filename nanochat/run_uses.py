@@ -3,6 +3,7 @@ In which steps a run used a document, also in the ancestors of a fork.
 
     document --find.History (lanes) or sample_passes (Megatron's order)--> passes: rows, step by step
     a fork:    steps from its first one on: its own;   before: its parent's, and so on
+               files of an ancestor that the fork does not read are searched, too
 
 and, from a benchmark: which of its items the run has learned, and in which rows (`find_items`).
 """
@@ -17,9 +18,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from nanochat import seen
-from nanochat.common import few
+from nanochat.common import hash_json
 from nanochat.find import DocumentPlace, History, Pass, Use, find_document, sample_passes
 from nanochat.order import StreamConfig
+from nanochat.pins import pins_of
 from nanochat.run_stream import Opened, first_words, open_stream_of, recorded_losses
 from nanochat.sources import Place, Source
 from nanochat.stream import Cursor, open_stream
@@ -30,6 +32,7 @@ log = logging.getLogger(__name__)
 class Traced(NamedTuple):
     """A document and its way through the run; one of validation has no passes."""
 
+    opened: Opened  # the run whose file it is in: the run itself, or an ancestor
     split: str  # train or validation
     document: DocumentPlace
     passes: list[Pass]
@@ -43,6 +46,13 @@ class Traced(NamedTuple):
     def first_step(self) -> int:
         """The first step that trained on some of its tokens."""
         return min(use.step for one_pass in self.passes for use in one_pass.uses)
+
+    @property
+    def source(self) -> Source:
+        """The source that the document is in."""
+        data = self.opened.data
+        sources = data.train if self.split == seen.TRAIN else data.val
+        return sources[self.document.bucket]
 
 
 def open_history(opened: Opened) -> History:
@@ -85,28 +95,60 @@ def tracer(opened: Opened) -> Callable[[DocumentPlace], Iterator[Pass]]:
     )
 
 
+class Part(NamedTuple):
+    """Files in which documents are looked for: {bucket: source} of a split of a run, but for those
+    with a `known` name, which another part has."""
+
+    opened: Opened
+    split: str
+    sources: Mapping[str, Source]
+    known: set[str]
+
+
 class Ancestry:
     """Follows training documents through a run and its ancestors, up to where it left them."""
 
     def __init__(self, opened: Opened) -> None:
         self.opened = opened
-        self.runs = [*lineage(opened)]  # the newest first
-        self._tracers = [tracer(of_run) for of_run, _ in self.runs]
+        self.spans = lineage(opened).spans
+        self._tracers = [tracer(span.opened) for span in self.spans]
 
-    def passes(self, document: DocumentPlace) -> list[Pass]:
-        """What the runs used of a document, epoch by epoch. What became of its other tokens is said
-        of the run itself. An ancestor that masked the document learned nothing from it, and does
-        not count."""
+    def parts(self) -> dict[str, Part]:
+        """{name of a part: where documents are looked for}: the training files of the run, those
+        that only its ancestors read, and the validation files of the run."""
+        parts = {}
+        for span in self.spans:
+            of_run = span.opened
+            is_own = of_run is self.opened
+            name = seen.TRAIN if is_own else f"{of_run.run.name} before step {span.end}"
+            parts[name] = Part(of_run, seen.TRAIN, of_run.data.train, span.known)
+        parts["validation"] = Part(self.opened, "validation", self.opened.data.val, set())
+        return parts
+
+    def trace(self, part: Part, document: DocumentPlace) -> Traced:
+        """A document of a part, and what the run and its ancestors used of it."""
+        passes = self._passes(part.opened, document) if part.split == seen.TRAIN else []
+        return Traced(part.opened, part.split, document, passes)
+
+    def _passes(self, reader: Opened, document: DocumentPlace) -> list[Pass]:
+        """What the runs used of a training document of one of them, epoch by epoch. What became of
+        its other tokens is said of the run itself. An ancestor that masked the document learned
+        nothing from it, and does not count."""
+        file, _, _ = document.name.rpartition(":")
+        [version] = [span.files[file] for span in self.spans if span.opened is reader]
         earlier: dict[int, list[Use]] = {}
-        for (of_run, end), passes_of in zip(self.runs[:0:-1], self._tracers[:0:-1]):
-            for place in learned_documents(of_run, [document.name]):
+        for span, passes_of in zip(self.spans[:0:-1], self._tracers[:0:-1]):
+            if span.files.get(file) != version:
+                continue
+            for place in learned_documents(span.opened, [document.name]):
                 for one_pass in passes_of(place):
-                    uses = [use for use in one_pass.uses if use.step < end]
+                    uses = [use for use in one_pass.uses if use.step < span.end]
                     earlier.setdefault(one_pass.epoch, []).extend(uses)
         passes = []
-        for one_pass in self._tracers[0](document):
-            before = earlier.pop(one_pass.epoch, [])
-            passes.append(replace(one_pass, uses=before + one_pass.uses))
+        if reader is self.opened:
+            for one_pass in self._tracers[0](document):
+                before = earlier.pop(one_pass.epoch, [])
+                passes.append(replace(one_pass, uses=before + one_pass.uses))
         for epoch, uses in earlier.items():  # the run does not use its bucket
             if uses:
                 passes.append(Pass(epoch, uses[0].lane, uses, length=0))
@@ -114,14 +156,15 @@ class Ancestry:
 
     def losses(self, step: int) -> list[float | None] | None:
         """The losses of a step's rows, None if they were not recorded, or are corrupt."""
-        owner = next(of_run for of_run, _ in self.runs if of_run.first_step <= step)
+        owner = next(span.opened for span in self.spans if span.opened.first_step <= step)
         return recorded_losses(owner.run, step)
 
     def who(self) -> str:
         """The runs, in words."""
         names = ["the run"]
-        for of_run, end in self.runs[1:]:
-            names.append(f"{of_run.run.name} (steps {of_run.first_step:,} to {end - 1:,})")
+        for span in self.spans[1:]:
+            of_run = span.opened
+            names.append(f"{of_run.run.name} (steps {of_run.first_step:,} to {span.end - 1:,})")
         return " or ".join(names)
 
 
@@ -183,53 +226,82 @@ def content_of(opened: Opened, source: Source, document: DocumentPlace) -> Conte
     return Content(ids, first_words(opened, ids), origin)
 
 
-def lineage(opened: Opened) -> Iterator[tuple[Opened, int]]:
-    """(a run, the number of its steps that count): the run itself; of a fork, also its ancestors up
-    to where it left them."""
+class Span(NamedTuple):
+    """The steps of a run, or of an ancestor, that count, and the training files behind them."""
+
+    opened: Opened
+    end: int  # the number of its steps that count
+    files: dict[str, str]  # {name of a training file: hash of what is pinned about it}
+    known: set[str]  # names of those that a newer run reads, too
+
+
+class Lineage(NamedTuple):
+    """A run and its ancestors, up to where it left them."""
+
+    spans: list[Span]  # the newest first
+    gaps: list[str]  # which training cannot be searched, in words without paths
+
+
+def lineage(opened: Opened) -> Lineage:
+    """The run and, of a fork, its ancestors. Warns of training that cannot be searched."""
+    spans: list[Span] = []
+    gaps: list[str] = []
+    searched: set[tuple[str, str]] = set()
     end = opened.run.num_steps
-    while True:
-        yield opened, end
-        run = opened.run
-        begun_from = run.config.get("init_from")
-        if begun_from:
-            log.warning(
-                "%s began with the weights of %s, whose data is not searched", run.name, begun_from
-            )
-        if run.fork is None:
-            return
-        if run.parent_dir is None:
-            log.warning(
-                "%s is a fork of %s, which no longer exists: its steps are not searched",
-                run.name,
-                run.fork.place,
-            )
-            return
-        end = run.fork.step
-        try:
-            parent = open_stream_of(run.parent_dir, opened.moved_to)
-        except (OSError, ValueError) as e:
-            log.warning(
-                "%s continues %s, whose steps are not searched: %s", run.name, run.fork.place, e
-            )
-            return
-        own = training_files(opened)
-        others = [name for name in training_files(parent) if name not in own]
-        if others:
-            log.warning(
-                "%s continues %s, which read files that are searched only in %s: %s",
-                run.name,
-                run.fork.place,
-                parent.run.name,
-                few(others),
-            )
-        opened = parent
+    reader: Opened | None = opened
+    while reader is not None:
+        files = training_files(reader)
+        known = {name for name, version in files.items() if (name, version) in searched}
+        spans.append(Span(reader, end, files, known))
+        searched |= files.items()
+        fork = reader.run.fork
+        if fork is not None:
+            end = fork.step
+        reader = _open_parent(reader, gaps)
+    return Lineage(spans, gaps)
 
 
-def training_files(opened: Opened) -> dict[str, None]:
-    """The names of the files that a run trains on."""
-    files: dict[str, None] = {}
+def _open_parent(opened: Opened, gaps: list[str]) -> Opened | None:
+    """The parent of a fork, if the fork continues some of its steps. Adds what cannot be searched to
+    `gaps`, with a warning."""
+    run = opened.run
+    begun_from = run.config.get("init_from")
+    if begun_from:
+        origin = run.config.get("origin") or {}
+        of = (
+            f"step {origin['step']:,} of {origin['run']}" if origin.get("run") else "other training"
+        )
+        gaps.append(f"what the first weights of {run.name} learned, which are from {of}")
+        log.warning(
+            "%s began with the weights of %s, whose data is not searched", run.name, begun_from
+        )
+    if run.fork is None or run.fork.step == 0:
+        return None
+    steps = f"steps 0 to {run.fork.step - 1:,} ({run.name} continues {run.fork.place}"
+    if run.parent_dir is None:
+        gaps.append(f"{steps}, which no longer exists)")
+        log.warning(
+            "%s is a fork of %s, which no longer exists: its steps are not searched",
+            run.name,
+            run.fork.place,
+        )
+        return None
+    try:
+        return open_stream_of(run.parent_dir, opened.moved_to)
+    except (OSError, ValueError) as e:
+        gaps.append(f"{steps}, whose files cannot be read)")
+        log.warning(
+            "%s continues %s, whose steps are not searched: %s", run.name, run.fork.place, e
+        )
+        return None
+
+
+def training_files(opened: Opened) -> dict[str, str]:
+    """{name: hash of what is pinned about it} of the files that a run trains on."""
+    files: dict[str, str] = {}
     for manifest in opened.data.manifests["train"].values():
-        files |= dict.fromkeys(entry["name"] for entry in manifest["files"])
+        for entry in manifest["files"]:
+            files[entry["name"]] = hash_json(pins_of(entry))
     return files
 
 
@@ -248,12 +320,12 @@ def learned_documents(opened: Opened, names: Sequence[str]) -> list[DocumentPlac
 
 
 def item_uses(
-    opened: Opened, benchmark: seen.Benchmark, names: Sequence[str]
+    spans: Sequence[Span], benchmark: seen.Benchmark, names: Sequence[str]
 ) -> dict[tuple[str, int], list[seen.ItemUse]]:
     """{(document, number of an item): rows that the model learned the item from} of some training
     documents, over the run and its ancestors."""
     found: dict[tuple[str, int], list[seen.ItemUse]] = {}
-    for of_run, end in lineage(opened):
+    for of_run, end, *_ in spans:
         losses_of = lru_cache(64)(partial(recorded_losses, of_run.run))
         skipped = {event["step"] for event in of_run.run.named("skipped")}  # not applied
         decode = of_run.data.tokenizer.decode
@@ -278,9 +350,15 @@ def item_uses(
 
 
 def find_items(opened: Opened, benchmark: seen.Benchmark) -> dict[str, seen.TaskResult]:
-    """{task: which of its items are in the data, and which the run trained on}."""
-    data = {"train": opened.data.train, "validation": opened.data.val}
-    hits = list(seen.search(data, benchmark.index))
+    """{task: which of its items are in the data, and which the run trained on}. The data of a fork
+    includes the training files of its ancestors."""
+    spans, gaps = lineage(opened)
+    hits: list[seen.Hit] = []
+    for span in spans:
+        data = {seen.TRAIN: span.opened.data.train}
+        if span.opened is opened:
+            data["validation"] = opened.data.val
+        hits += seen.search(data, benchmark.index, span.known)
     names = dict.fromkeys(hit.document.name for hit in hits if hit.split == seen.TRAIN)
-    uses = item_uses(opened, benchmark, [*names])
-    return benchmark.results(data, hits, uses, opened.run.num_steps)
+    uses = item_uses(spans, benchmark, [*names])
+    return benchmark.results(hits, uses, opened.run.num_steps, gaps)

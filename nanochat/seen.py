@@ -12,10 +12,10 @@ a document may not have been reached yet, and the part of it with the item may h
 model card names the items that were seen before its own step.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, TypedDict
+from typing import NamedTuple, NotRequired, TypedDict
 
 from tqdm import tqdm
 
@@ -29,7 +29,7 @@ from nanochat.common import (
     write_json,
 )
 from nanochat.core_eval import read_bundle
-from nanochat.find import DocumentPlace, announce_search, groups_of
+from nanochat.find import DocumentPlace, announce_search, groups_to_search
 from nanochat.ngrams import BATCH_CHARS, SHORTEST, Index, Shared
 from nanochat.pins import Pin, version_line
 from nanochat.run_dir import finite
@@ -127,19 +127,25 @@ class Hit(NamedTuple):
     split: str
     document: DocumentPlace
     shared: Shared
+    without: bool  # whether --without-documents lists it, so that the model learns nothing from it
 
 
-def search(data: Mapping[str, Mapping[str, Source]], index: Index) -> Iterator[Hit]:
-    """The documents of {split: {bucket: source}} that share n-grams with items.
+def search(
+    data: Mapping[str, Mapping[str, Source]], index: Index, known: Container[str] = ()
+) -> Iterator[Hit]:
+    """The documents of {split: {bucket: source}} that share n-grams with items, but for those in
+    files with a `known` name.
 
     Reads each file once, with a progress bar.
     """
-    announce_search(data)
+    announce_search((source, known) for sources in data.values() for source in sources.values())
     groups = []
     for split, sources in data.items():
         for bucket, source in sources.items():
-            for group, (file, first, _) in enumerate(groups_of(source)):
+            for group, file, first in groups_to_search(source, known):
                 groups.append((split, bucket, source, group, file, first))
+    if not groups:
+        return
     bar = tqdm(groups, desc="searching", unit="group", disable=None)
     for split, bucket, source, group, file, first in bar:
         for row, texts in _batches(source.texts(group)):
@@ -147,7 +153,7 @@ def search(data: Mapping[str, Mapping[str, Source]], index: Index) -> Iterator[H
                 in_group = row + shared.text
                 number = first + in_group
                 place = DocumentPlace(bucket, f"{file}:{number}", number, group, in_group)
-                yield Hit(split, place, shared)
+                yield Hit(split, place, shared, is_masked(source, place))
 
 
 def is_masked(source: Source, document: DocumentPlace) -> bool:
@@ -213,6 +219,8 @@ class TaskResult(TypedDict):
     items: int
     not_looked_for: int
     found: list[FoundItem]
+    # which training behind the run's weights could not be searched; older versions do not say
+    not_searched: NotRequired[list[str]]
 
 
 RESULT = {
@@ -221,6 +229,7 @@ RESULT = {
     "found": [
         {"line": int, "documents": [{"split": str, "without": bool, "uses": [{"step": int}]}]}
     ],
+    "not_searched": list | object,  # object: may be missing (older versions)
 }
 
 
@@ -265,22 +274,22 @@ class Benchmark:
 
     def results(
         self,
-        data: Mapping[str, Mapping[str, Source]],
         hits: Sequence[Hit],
         uses: Mapping[tuple[str, int], list[ItemUse]],
         steps: int,
+        not_searched: list[str],
     ) -> dict[str, TaskResult]:
         """{task: its result} after `steps` steps of a run, from what was found in its data.
 
         uses: {(training document, number of an item): rows that the model learned the item from}.
         """
         documents: dict[int, list[FoundDocument]] = {}  # by item
-        for split, place, shared in hits:
+        for split, place, shared, without in hits:
             found: FoundDocument = {
                 "document": place.name,
                 "bucket": place.bucket,
                 "split": split,
-                "without": is_masked(data[split][place.bucket], place),
+                "without": without,
                 "shared": shared.num_ngrams,
                 "words": shared.words,
                 "uses": uses.get((place.name, shared.item), []) if split == TRAIN else [],
@@ -305,6 +314,7 @@ class Benchmark:
                 "items": len(task.items),
                 "not_looked_for": int((sizes == 0).sum()),
                 "found": found_items,
+                "not_searched": not_searched,
             }
         return results
 
@@ -365,7 +375,17 @@ def describe(results: Mapping[str, TaskResult], step: int) -> list[str]:
     searched = min(result["steps"] for result in results.values())
     if searched < step:
         sentences.append(f"Only the first {counted(searched, 'step')} were searched.")
-    return sentences
+    return sentences + gap_sentences(results)
+
+
+def gap_sentences(results: Mapping[str, TaskResult]) -> list[str]:
+    """A sentence about the training that results do not cover; none if they cover all of it."""
+    gaps: dict[str, None] = {}
+    for result in results.values():
+        gaps |= dict.fromkeys(result.get("not_searched", []))
+    if not gaps:
+        return []
+    return [f"Not searched, so items may have been seen there: {'; '.join(gaps)}."]
 
 
 def write_list(path: Path, hits: Sequence[Hit], pins: Iterable[Pin], others: str) -> int:

@@ -32,7 +32,15 @@ from typing import BinaryIO
 
 import numpy as np
 
-from nanochat.common import AnyPath, Remote, as_path, begin_launch, check_stop, get_base_dir
+from nanochat.common import (
+    AnyPath,
+    Remote,
+    as_path,
+    begin_launch,
+    check_stop,
+    get_base_dir,
+    reason_of,
+)
 from nanochat.text import open_parquet, read_batches
 
 LARGE_BYTES = 16 << 20  # of text in a row group; smaller groups are decoded in memory
@@ -132,10 +140,12 @@ def decode_group(path: AnyPath, number: int, field: str, num_bytes: int) -> Spil
         except OSError as e:
             with contextlib.suppress(OSError):  # a full disk fails again
                 stack.close()
+            if e.errno is None:  # our own sentence, which names what is at fault, such as a server
+                raise
             raise OSError(
                 e.errno,
                 f"{get_base_dir()}: row group {number} of {path}, with {num_bytes:,} bytes of text, "
-                f"cannot be decoded there ({e.strerror}); make room, or rewrite the file with "
+                f"cannot be decoded there ({reason_of(e)}); make room, or rewrite the file with "
                 f"smaller row groups",
             ) from e
         spill = Spill(file)
@@ -205,4 +215,4 @@ def main(path: str, number: str, field: str, fd: str, data_cache_gb: str) -> Non
     except ValueError as e:
         sys.exit(f"ValueError {e}")
     except OSError as e:
-        sys.exit(f"{e.errno or 0} {e.strerror or e}")
+        sys.exit(f"{e.errno or 0} {reason_of(e)}")

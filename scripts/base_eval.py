@@ -15,6 +15,7 @@ Results are written to RUN/eval.json, and CORE's table to RUN/eval.csv.
 
 import argparse
 import contextlib
+import errno
 import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -27,7 +28,7 @@ from torch import Tensor
 from nanochat import core_eval
 from nanochat.checkpoint import find_checkpoint
 from nanochat.cli import Parser, run_main, whole
-from nanochat.common import get_dist_info, print0, table, visible, write_json
+from nanochat.common import get_dist_info, print0, reason_of, table, visible, write_json
 from nanochat.config import Settings
 from nanochat.dataloader import DataLoader, Dry, MicroBatch, validation_loader, validation_prompts
 from nanochat.dist import on_rank0
@@ -324,8 +325,8 @@ def store(result: dict[str, Any], path: Path) -> None:
             core_eval.write_csv(files[-1], result["core"])
     except OSError as e:
         raise OSError(
-            e.errno,
-            f"{files[-1]}: the result above could not be stored ({e.strerror}); name another file "
+            e.errno or errno.EIO,
+            f"{files[-1]}: the result above could not be stored ({reason_of(e)}); name another file "
             f"with --json=FILE",
         ) from e
     print0(f"result: {', '.join(map(str, files))}")

@@ -52,6 +52,7 @@ from nanochat.run_journal import Journal, open_journal
 from nanochat.run_order import stream_config
 from nanochat.run_saves import Saves
 from nanochat.run_settings import device_memory, is_compiled, is_tight, resolve
+from nanochat.run_state import renew_state
 from nanochat.run_stop import Diverged
 from nanochat.run_summary import explain_out_of_memory, print_split, print_summary
 from nanochat.schedule import Schedule
@@ -104,6 +105,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         over = start.over()
         if over is not None:
             on_rank0(guard.mirror.finish)
+            on_rank0(lambda: renew_state(guard.run_dir))
             return report_over(start, over)
         run = find_data(start, tokenizer, guard.rank)
         with build(run, guard) as (training, journal, saves):
@@ -252,6 +254,7 @@ def announce(
     journal.event(
         "started",
         run.step,
+        launch=guard.launch,
         world_size=guard.world_size,
         device=guard.device.type,
         num_iterations=run.horizon.num_iterations,

@@ -62,7 +62,7 @@ from nanochat.run_stream import (
     row_means,
     step_digests,
 )
-from nanochat.run_uses import Ancestry, Traced, content_of, fate, find_items
+from nanochat.run_uses import Ancestry, Part, Traced, content_of, fate, find_items
 from nanochat.spikes import ENOUGH, NORMAL, WINDOW
 from nanochat.start_run import command, find_data, inspect_run
 from nanochat.stream import AnyStream, ledger
@@ -438,9 +438,10 @@ def print_spike(line: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> N
 # ---- from a document to its steps ----------------------------------------------------------------
 
 
-def remark(opened: Opened, traced: Traced, left_out: bool) -> str:
+def remark(ancestry: Ancestry, traced: Traced, left_out: bool) -> str:
     """Why a run does not learn from a document; empty if it does, or if the passes give the
     reason."""
+    opened = traced.opened
     if traced.split != "train":
         bucket = opened.data.manifests["train"].get(traced.document.bucket)
         files = bucket["files"] if bucket else []
@@ -461,29 +462,29 @@ def remark(opened: Opened, traced: Traced, left_out: bool) -> str:
         return (
             "its targets are masked (--without-documents), so the model never learned to predict it"
         )
-    return "" if traced.passes else "the curriculum does not use its bucket"
+    if traced.passes:
+        return ""
+    if opened is not ancestry.opened:
+        return f"{opened.run.name} had not trained on it when the run left it"
+    return "the curriculum does not use its bucket"
 
 
 def named_documents(ancestry: Ancestry, args: argparse.Namespace) -> list[Traced]:
     """The documents that --document or --text names. Of those that contain a text, at most
     DOCUMENTS: those that the run trained on, by their first step, then others. ValueError if there
     are none."""
-    of_run = ancestry.opened.data
-    data = {"train": of_run.train, "validation": of_run.val}
-
-    def trace(split: str, document: DocumentPlace) -> Traced:
-        passes = ancestry.passes(document) if split == "train" else []
-        return Traced(split, document, passes)
-
+    parts = ancestry.parts()
     if args.document is not None:
-        return [trace(*find_document(data, args.document))]
+        data = {name: part.sources for name, part in parts.items()}
+        name, document = find_document(data, args.document)
+        return [ancestry.trace(parts[name], document)]
     if not args.text:
         raise ValueError("--text: it is empty; pass some words from a document")
     used: list[Traced] = []
     others: list[Traced] = []
-    matches = matches_of(data, args.text)
-    for split, document in islice(matches, TRACED):
-        traced = trace(split, document)
+    matches = matches_of([*parts.values()], args.text)
+    for part, document in islice(matches, TRACED):
+        traced = ancestry.trace(part, document)
         if traced.is_used:
             used.append(traced)
         else:
@@ -494,8 +495,8 @@ def named_documents(ancestry: Ancestry, args: argparse.Namespace) -> list[Traced
     found = used + others
     if not found:
         raise ValueError(
-            f"--text: {args.text!r} occurs in no document of the run's files; capitals, spaces and line "
-            f"breaks count"
+            f"--text: {args.text!r} occurs in no document of the files of {ancestry.who()}; capitals, "
+            f"spaces and line breaks count"
         )
     is_cut = next(matches, None) is not None
     if not args.json:
@@ -510,15 +511,13 @@ def named_documents(ancestry: Ancestry, args: argparse.Namespace) -> list[Traced
     return found[:DOCUMENTS]
 
 
-def matches_of(
-    data: Mapping[str, Mapping[str, Any]], text: str
-) -> Iterator[tuple[str, DocumentPlace]]:
-    """(split, document) of all documents that contain a text. data: {split: {bucket: source}}."""
-    announce_search(data)
-    for split, sources in data.items():
-        for bucket, source in sources.items():
-            for document in documents_with(source, bucket, text):
-                yield split, document
+def matches_of(parts: Sequence[Part], text: str) -> Iterator[tuple[Part, DocumentPlace]]:
+    """(part, document) of all documents that contain a text."""
+    announce_search((source, part.known) for part in parts for source in part.sources.values())
+    for part in parts:
+        for bucket, source in part.sources.items():
+            for document in documents_with(source, bucket, text, part.known):
+                yield part, document
 
 
 def passes_of(
@@ -559,10 +558,9 @@ def show_find(opened: Opened, args: argparse.Namespace) -> int:
     shown = named_documents(ancestry, args)
     in_a_row = 0  # documents of which a row has all of the text
     for traced in shown:
-        split, document, _ = traced
-        source = (opened.data.train if split == "train" else opened.data.val)[document.bucket]
-        left_out = seen.is_masked(source, document)
-        ids, words, origin = content_of(opened, source, document)
+        of_run, split, document, _ = traced
+        left_out = seen.is_masked(traced.source, document)
+        ids, words, origin = content_of(of_run, traced.source, document)
         passes = passes_of(opened, traced, ids, losses_of, args.text)
         uses = [use for of_epoch in passes for use in of_epoch["uses"]]
         in_a_row += any(use.get("has_text") for use in uses)
@@ -576,14 +574,18 @@ def show_find(opened: Opened, args: argparse.Namespace) -> int:
             }
             if origin is not None:
                 head["line"] = origin.line
+            if of_run is not opened:
+                head["run"] = of_run.run.name
             print(json.dumps(finite({**head, "passes": passes}), allow_nan=False), flush=True)
             continue
         kind = "" if split == "train" else ", validation"
+        if of_run is not opened:
+            kind = f", a file of {of_run.run.name}"
         print(f"{visible(document.name)} ({document.bucket}{kind}): {visible(words)}")
         if origin is not None:
             print(f"it begins at line {origin.line:,} of {visible(origin.file)}")
         legends[print_passes(opened, passes, with_text=bool(args.text))] = None
-        reason = remark(opened, traced, left_out)
+        reason = remark(ancestry, traced, left_out)
         if reason:
             print(reason)
     if args.text and not args.json and len(shown) > 1:
@@ -686,7 +688,8 @@ def show_ledger(opened: Opened, args: argparse.Namespace) -> int:
         step = max(opened.run.cursor_files, default=0)
     with opened.stream_at(step) as stream:
         accounts = ledger(stream.cursors(), T)
-    text, header, rows = ledger_table(step, accounts, T)
+    note = opened.run.ledger_note(accounts) if is_run_dir(opened.run.run_dir) else ""
+    text, header, rows = ledger_table(step, accounts, T, note)
     print(text, *table(header, rows), sep="\n")
     return EXIT_FAILED if unbalanced(accounts) else 0
 
@@ -705,10 +708,12 @@ def show_items(opened: Opened, args: argparse.Namespace) -> int:
             for item in result["found"]:
                 print(json.dumps(finite({"task": label, **item}), allow_nan=False))
         for of_task in counts:
-            print(json.dumps(of_task._asdict()))
+            gaps = results[of_task.task]["not_searched"]
+            print(json.dumps({**of_task._asdict(), "not_searched": gaps}))
     else:
         print_items(results)
-        print(*table(seen.HEADER, [of_task.cells for of_task in counts]), SEEN_LEGEND, sep="\n")
+        print(*table(seen.HEADER, [of_task.cells for of_task in counts]), sep="\n")
+        print(*seen.gap_sentences(results), SEEN_LEGEND, sep="\n")
     path = seen.store(opened.run.run_dir, results)
     log.info("result: %s; scripts.report and the model card show it", path)
     return 0

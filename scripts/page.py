@@ -286,7 +286,7 @@ def table(header: Sequence[Any], rows: Sequence[Sequence[Any]], kind: str = "") 
 
 def figures_of(run: Run) -> dict[str, str]:
     """The most important figures of a run as {name: value}."""
-    done = run.num_steps
+    done = run.reached
     evaluated = [*run.val_bpb.items()]
     newest = evaluated[-1][1] if evaluated else None
     measured = "bits per byte"
@@ -338,7 +338,7 @@ def tree(runs: Sequence[Run]) -> str:
     for run in runs:
         branch = "└ " if run.depth else ""
         fork = status.fork_text(run.state, below_parent=run.depth > 0) or ""
-        texts = [fork, counted(run.num_steps, "step")]
+        texts = [fork, counted(run.reached, "step")]
         if run.val_bpb:
             texts.append(f"{show([*run.val_bpb.values()][-1])} bits per byte")
         about = escape("; ".join(filter(None, texts)))
@@ -349,7 +349,7 @@ def tree(runs: Sequence[Run]) -> str:
 
 def headline(run: Run) -> str:
     """The most important figures of a run: state, step, bits per byte, tokens/s, time."""
-    done = run.num_steps
+    done = run.reached
     cells = []
     for name, value in figures_of(run).items():
         cells.append(f"<div><b>{escape(value)}</b><span>{escape(name)}</span></div>")

@@ -108,7 +108,7 @@ def training_figures(run: RunReader) -> dict[str, Any]:
     time_s = duration(run.train_time_s)
     buckets, with_loss = tokens_by_bucket(run.steps)
     figures = {
-        "steps": run.num_steps,
+        "steps": run.reached,
         "tokens in rows": run.own_tokens,
         "of these, with loss": int(with_loss.sum()) if buckets else None,
         "tokens, those of its ancestors included": run.num_tokens if run.fork else None,

@@ -151,14 +151,18 @@ def mirror_text(run: dict[str, Any]) -> str | None:
     text = f"{mirror['mirror']}: nothing copied yet"
     if mirror["checkpoint"] is not None:
         text = f"{mirror['mirror']}: {mirror['checkpoint']}"
+    is_alive = run["liveness"] == "alive"
     if mirror["behind_steps"]:
-        text += f", {counted(mirror['behind_steps'], 'step')} behind"
+        what = "" if is_alive else " the newest checkpoint here"
+        text += f", {counted(mirror['behind_steps'], 'step')} behind{what}"
     if mirror["behind_s"] is not None:
         text += f", copied {duration(mirror['behind_s'])} ago"
     if mirror["pending"] is not None:
         text += f"; copying {mirror['pending']}, {mirror['bytes_left'] / 1e6:,.1f} MB left"
     if mirror["problem"]:
         text += f"; the last try failed: {mirror['problem']}"
+    if not is_alive:
+        text += " (as the last launch here left it)"
     return text
 
 

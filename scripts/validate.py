@@ -207,7 +207,7 @@ def decontaminate(run: Run, named: str, n: int, list_path: Path) -> None:
     benchmark = seen.Benchmark(seen.read_tasks(named), n=n)
     data = {seen.TRAIN: run.data.train, "validation": run.data.val}
     hits = list(seen.search(data, benchmark.index))
-    results = benchmark.results(data, hits, {}, 0)
+    results = benchmark.results(hits, {}, 0, [])
     rows = [seen.count(label, result, 0).cells[:5] for label, result in results.items()]
     print(*table(seen.HEADER[:5], rows), sep="\n")
     own_list = run.settings.without_documents

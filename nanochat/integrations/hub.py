@@ -310,6 +310,9 @@ class HubPath(RangePath):
         place = Place.of(str(self))
         return HubPath(str(place._replace(revision=find_commit(place))))
 
+    def is_fixed(self) -> bool:
+        return COMMIT.fullmatch(Place.of(str(self)).revision) is not None
+
     def copy_folder(self) -> Sequence[str]:
         """See `RangePath.copy_folder`: the same for all revisions, because the name of a copy says
         which bytes it has."""

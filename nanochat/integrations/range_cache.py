@@ -39,7 +39,7 @@ from contextvars import Context, copy_context
 from pathlib import Path
 from typing import NamedTuple
 
-from nanochat.common import check_stop, hash_bytes
+from nanochat.common import check_stop, hash_bytes, reason_of
 
 log = logging.getLogger(__name__)
 
@@ -187,7 +187,7 @@ class RangeCache:
                 "%s: fetched data cannot be kept there (%s), so it is fetched again when it is needed again; "
                 "make room, or set NANOCHAT_BASE_DIR or a smaller --data-cache",
                 self.folder,
-                e.strerror,
+                reason_of(e),
             )
         self._can_write = False
 

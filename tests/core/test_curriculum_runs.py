@@ -318,6 +318,18 @@ def test_a_fork_names_the_length_that_follows_from_its_curriculum_and_how_to_ext
     assert last["curriculum"]["phases"][-1]["duration_tokens"] == 3 * STEP
 
 
+def test_no_validation_file_is_odd_whose_bucket_is_left_out_and_a_fork_gets_no_advice_about_it():
+    """Regression: "no training file is in its folder", and --val-fraction, which a fork refuses."""
+    everything = {"data_format": "text", "data_path": run_dir().parents[1] / "text"}
+    both = mix_file([(4, {"web": 1, "code": 1})], max_epochs={"web": 0, "code": 0})
+    out = training.succeed(**command(both, **everything)).out
+    assert "is used for validation, but" not in out, "tiny has a validation file, and is left out"
+    one = mix_file([(2, {"web": 1})], name="web.yaml", max_epochs={"web": 0})
+    fork = command(one, model_tag="child", fork_from="run@2", **everything)
+    outcome = training.succeed(**fork)
+    assert "--val-fraction" not in outcome.out + outcome.err
+
+
 def test_a_budget_that_is_not_the_curriculums_is_refused_unless_allowed(workplace):
     mix = mix_file([(2, {"web": 1}), (3, {"code": 1})])
     for steps_ in (3, 7):

@@ -239,7 +239,7 @@ def test_another_packing_continues_where_the_parent_stopped_reading_and_its_ledg
 ):
     fork(**changed)
     run = RunReader(training.run_dir("child"))
-    step, accounts, _ = run.ledger()
+    step, accounts, *_ = run.ledger()
     assert step == STEPS and not unbalanced(accounts)
     assert len(digests("child", AT)) == STEPS - AT
     theirs = RunReader(training.run_dir("parent")).nearest_cursors(AT)[1]

@@ -4,6 +4,7 @@ import errno
 import random
 import time
 from concurrent.futures import ThreadPoolExecutor
+from unittest import mock
 
 import numpy as np
 import pyarrow as pa
@@ -145,6 +146,20 @@ def test_a_base_directory_without_room_is_named(folder, monkeypatch, apart, base
     ) as e:
         texts_of(source, 0, [0])
     assert e.value.errno == errno.ENOSPC and str(base_dir) in str(e.value)
+
+
+@APART
+def test_a_server_that_is_away_is_named_and_not_the_base_directory(folder, monkeypatch, apart):
+    """Regression: "cannot be decoded there (None); make room"."""
+    if apart:
+        monkeypatch.setattr(spill, "APART_BYTES", 0)
+        monkeypatch.setattr(spill, "CHILD", "import sys; sys.exit('0 nothing from host')")
+    else:
+        monkeypatch.setattr(
+            spill, "write_texts", mock.Mock(side_effect=OSError("nothing from host"))
+        )
+    with pytest.raises(OSError, match=r"^nothing from host$"):
+        texts_of(open_source(folder), 0, [0])
 
 
 def test_a_stop_ends_the_wait_for_a_child(folder, monkeypatch):

@@ -172,6 +172,28 @@ def test_a_fork_reads_the_commit_of_its_parent_and_asks_the_hub_nothing(hub, mad
     assert training.digests("child", 2) == made.digests[2:] and not hub.seen
 
 
+def test_a_fork_that_names_a_branch_says_that_it_stays_at_the_commit_of_its_parent(hub, made):
+    """Regression: its line said that data_path had changed, and nothing that the data had not."""
+    train()
+    hub.commit("own/set", newer(made.files))
+    out = train(f"{SET}@main", fork_from="run@2", model_tag="child").out
+    assert f"note: {SET}@main is read as run pinned it" in out and "as @COMMIT" in out
+    assert "fork: continues run at step 2; nothing changed" in out
+    assert read_json(run_dir("child") / "config.json")["fork"]["changes"] == {}
+    more = {**made.files, "data/shard_9.parquet": made.files["data/shard_0.parquet"]}
+    newest = hub.commit("own/set", more)
+    out = train(f"{SET}@{newest}", fork_from="run@2", model_tag="moved").out
+    assert "pinned it" not in out and "data_path" in out
+
+
+def test_a_resume_that_names_the_data_anew_says_which_commit_it_reads(hub, made):
+    train(num_iterations=2)
+    hub.commit("own/set", newer(made.files))
+    assert "pinned it" not in train(num_iterations=3).out
+    out = train(f"{SET}@main", num_iterations=4).out
+    assert f"note: {SET}@main is read as this run pinned it" in out and "a fork can read" in out
+
+
 def test_a_replay_asks_the_hub_nothing(hub):
     train()
     fail(hub)
@@ -510,6 +532,24 @@ def test_a_receipt_names_the_data_set_and_its_commit(hub, made):
     path = write_receipt(made.killed)
     assert f'"data": "hf://datasets/own/set@{made.commit}' in path.read_text()
     assert verify.main([str(path), "--steps=1"]) == 0
+
+
+def test_a_receipt_is_checked_while_the_files_are_away_with_a_sentence_that_names_the_server(
+    hub, capsys, monkeypatch
+):
+    """Regression: "PROBLEM [Errno None] None", which looked like a forged receipt."""
+    train(val_fraction=0.3, num_iterations=1)  # so that the files are copied
+    path = run_dir().parents[1] / "receipt.json"
+    assert not receipt.main(["run", f"--out={path}"])
+    for name in ("web", "prepared"):
+        shutil.rmtree(run_dir().parents[1] / name)
+    monkeypatch.setattr(web_client, "moved", {})
+    monkeypatch.setattr(hub, "store_url", "http://127.0.0.1:9")
+    begin_launch()
+    assert verify.main([str(path), "--steps=0"]) == 1
+    output = capsys.readouterr().out
+    assert "nothing from 127.0.0.1:9" in output and "check the network" in output
+    assert "Errno" not in output
 
 
 def test_runs_on_two_commits_are_compared_with_the_files_that_differ(hub, made, capsys):

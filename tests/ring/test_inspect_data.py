@@ -15,7 +15,8 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
-from nanochat import run_stream, run_uses
+from nanochat import run_stream, run_uses, seen
+from nanochat.checkpoint import find_checkpoint
 from nanochat.common import read_json
 from nanochat.dataloader import OFF, DataLoader
 from nanochat.files import BUCKET, data_at
@@ -36,7 +37,7 @@ from nanochat.sources import scan
 from nanochat.splits import split_train_val
 from nanochat.stream import Stream
 from nanochat.tokenizer import RustBPETokenizer
-from scripts import base_eval, inspect_data, receipt, sample
+from scripts import base_eval, export, inspect_data, receipt, report, sample
 from tests import training
 from tests.finished import command
 from tests.toy import some_texts, write_parquet
@@ -530,6 +531,99 @@ def test_a_document_is_found_in_the_rows_that_a_run_and_its_ancestors_trained_on
     monkeypatch.setattr(RunReader, "parent_dir", None)
     run("find", "child", f"--document={document}")
     assert "fork of text@15, which no longer exists: its steps are not searched" in caplog.text
+
+
+@pytest.fixture
+def without_code(killed):
+    """A fork of the run "text" that leaves out its bucket `code`; the documents of that bucket that
+    its parent used before the fork, each with its steps; and a benchmark of these documents."""
+    mix = killed.folder / "web.yaml"
+    phase = "curriculum: [{duration_tokens: 1536, mix: {web: 1}}]"
+    mix.write_text(f"{phase}\nmax_epochs: {{web: 0}}\n")
+    training.succeed(
+        model_tag="child",
+        fork_from="text@15",
+        data_path=killed.folder / "text",
+        curriculum=mix,
+        num_iterations=18,
+    )
+    learned = {}
+    for document, uses in killed.tables["text"].items():
+        steps = {use[1] for use in uses if use[1] < 15}
+        if document.startswith("code/") and steps:
+            learned[document] = steps
+    assert len(learned) > 3, "the case"
+    items = killed.folder / "items.jsonl"
+    lines = []
+    for document in learned:
+        file, _, number = document.rpartition(":")
+        texts = pq.read_table(killed.folder / "text" / file)["text"].to_pylist()
+        lines.append(json.dumps({"text": texts[int(number)]}))
+    items.write_text("\n".join(lines))
+    return SimpleNamespace(learned=learned, items=items)
+
+
+def test_a_fork_that_leaves_out_a_bucket_has_seen_what_its_parent_learned_from_it(without_code):
+    """Regression: files that only an ancestor read were not searched, and the table said 0."""
+    flags = ["--ngram=8", "--json", f"--texts={without_code.items}"]
+    *of_fork, total = json_lines("find", "child", *flags)
+    *of_parent, parents = json_lines("find", "text", *flags)
+    assert total["seen"] > 3 and total["in_data"] == parents["in_data"]
+
+    def uses(items):
+        return {
+            (item["line"], document["document"], use["step"], use["row"])
+            for item in items
+            for document in item["documents"]
+            for use in document["uses"]
+            if use["step"] < 15
+        }
+
+    assert uses(of_fork) == uses(of_parent)
+
+
+def test_a_document_that_only_an_ancestor_read_is_found_with_its_steps(without_code):
+    name, steps = next(iter(without_code.learned.items()))
+    [found] = json_lines("find", "child", f"--document={name}", "--json")
+    assert found["run"] == "text" and found["split"] == "train"
+    assert {use["step"] for of_epoch in found["passes"] for use in of_epoch["uses"]} == steps
+    text = json.loads(without_code.items.read_text().splitlines()[0])["text"]
+    out = run("find", "child", f"--text={text[:60]}")
+    assert f"{name} (code, a file of text): " in out
+    assert "the run or text (steps 0 to 14) trained on parts of 1 of the 1 document" in out
+
+
+def test_the_ledger_of_a_fork_says_which_rows_are_its_own_and_which_are_not_in_it(without_code):
+    """Regression: it was neither the fork's own nor that of all steps, and did not say so."""
+    rows = {}  # of each bucket, in the steps before the fork
+    for step in range(15):
+        for row in json_lines("rows", "text", f"--step={step}", "--json"):
+            rows[row["bucket"]] = rows.get(row["bucket"], 0) + 1
+    assert sum(rows.values()) == 15 * 8 and rows["code"]
+    out = run("ledger", "child")
+    total = rows["web"] + 3 * 8
+    assert (
+        f"{rows['web']} of its {total} rows are from before step 15, at which this run left" in out
+    )
+    assert f"Not in it: {rows['code']} rows of code (text)." in out
+    assert "rows are from before" not in run("ledger", "text")
+
+
+def test_a_result_names_the_steps_that_it_does_not_cover(without_code):
+    """Regression: only a warning on stderr said so, and the report and the model card had a 0."""
+    path = training.run_dir("text") / "data_manifest.json"
+    manifest = json.loads(path.read_text())
+    manifest["train"]["code"]["root"] = "/gone"
+    path.write_text(json.dumps(manifest))
+    out = run("find", "child", "--ngram=8", f"--texts={without_code.items}")
+    sentence = "steps 0 to 14 (child continues text@15, whose files cannot be read)"
+    assert sentence in out
+    [result] = seen.read_results(training.run_dir("child")).values()
+    assert result["not_searched"] == [sentence]
+    assert command(report.main, "child").code == 0
+    assert sentence in (training.run_dir("child") / "report.md").read_text()
+    card = export.model_card(find_checkpoint("child"), RunReader(training.run_dir("child")), 1)
+    assert sentence in card.decode()
 
 
 def test_of_many_documents_with_a_text_those_trained_on_are_shown(killed, monkeypatch):

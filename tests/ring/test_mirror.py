@@ -240,6 +240,52 @@ def test_a_completed_run_is_complete_on_an_empty_machine(machine, place):
         assert training.log_file().read_bytes() == before
 
 
+def shown(capsys):
+    """(exit code, JSON) of scripts.status for the run."""
+    capsys.readouterr()
+    code = status.main(["run", "--json", "--exit-code"])
+    return code, json.loads(capsys.readouterr().out)
+
+
+def test_a_machine_that_fetches_a_run_completed_elsewhere_shows_it_as_completed(
+    machine, place, capsys
+):
+    """Regression: it stayed dead there, at the step at which its own launch was killed."""
+    with machine("a"):
+        stop_after(5, place)
+        code, before = shown(capsys)
+        assert (code, before["shown"], before["step"]) == (1, "dead", 6)
+        assert before["mirror"]["behind_steps"] == 0, "nothing newer than step 4 is known here"
+    with machine("b"):
+        training.succeed(mirror_to=place)
+    for name in ("a", "empty"):
+        with machine(name):
+            assert "nothing to do" in training.succeed(mirror_to=place).out
+            code, after = shown(capsys)
+            assert (code, after["shown"], after["step"]) == (0, "completed", 8)
+            assert after["tokens"] == 8 * training.STEP and after["checkpoint"] == "final"
+
+
+def test_after_a_fetch_a_launch_that_fails_leaves_the_end_of_the_newest_launch(
+    machine, place, capsys
+):
+    with machine("a"):
+        stop_after(3, place)
+    with machine("b"):
+        stop = partial(training.after_step, 5, partial(training.send, signal.SIGTERM))
+        run = training.start(hook=stop, mirror_to=place)
+        assert run.wait() == [0], run.text()
+        there, ended = shown(capsys)
+    with machine("a"):
+        data = training.run_dir().parents[1] / "data"
+        data.rename(data.with_name("moved"))
+        assert training.run(mirror_to=place).code == 1
+        here, fetched = shown(capsys)
+        assert here == there == 10
+        for name in ("shown", "reason", "step", "tokens", "loss", "checkpoint", "val_bpb"):
+            assert fetched[name] == ended[name], name
+
+
 def test_a_fork_goes_on_on_an_empty_machine_without_its_parent(machine, place):
     fork = {"fork_from": "run@2", "model_tag": "child", "matrix_lr": 0.01}
     with machine("a"):

@@ -120,6 +120,7 @@ def test_the_table_counts_items_in_the_data_and_seen(checked):
         "not_looked_for": 1,
         "in_data": len(in_data),
         "seen": len(seen_items),
+        "not_searched": [],
     }
     assert 0 < len(seen_items) < len(in_data) < len(items)
 

@@ -343,6 +343,62 @@ def test_after_a_kill_status_shows_the_newest_checkpoint_on_disk(base, capsys):
     assert json.loads(capsys.readouterr().out)["checkpoint"] == "checkpoint-30"
 
 
+def write_log(run_dir, *records):
+    (run_dir / "logs").mkdir()
+    lines = "".join(json.dumps(record) + "\n" for record in records)
+    (run_dir / "logs" / "train.jsonl").write_text(lines)
+
+
+def started(launch, step):
+    record = {"event": "started", "step": step, "time": 1e9, "launch": launch}
+    return record | {"world_size": 1, "device": "cpu", "torch": "2.13.0"}
+
+
+def logged_step(step):
+    return {"step": step, "tokens": 10 * (step + 1), "smooth_loss": 2.0}
+
+
+def test_after_a_kill_status_shows_the_newest_step_of_the_log(base, capsys):
+    """Regression: it showed that of the last state, which is up to seconds older than the page."""
+    path = fake_run(base, "d1", "running", step=33, ranks=[{**identify(), "start": "1"}])
+    write_log(
+        path, started("a", 0), *map(logged_step, range(40)), started("b", 30), logged_step(30)
+    )
+    assert status.main(["d1", "--json", "--exit-code"]) == 1
+    shown = json.loads(capsys.readouterr().out)
+    assert (shown["step"], shown["tokens"]) == (31, 310)
+    assert RunReader(path).reached == 31
+
+
+@pytest.mark.parametrize(
+    "end, code", [("completed", 0), ("stopped", 10), ("halted", 3), ("failed", 1), (None, 1)]
+)
+def test_a_state_is_renewed_if_a_launch_elsewhere_was_newer(base, end, code):
+    path = fake_run(base, "d1", "failed", step=33, launch="a", reason="here")
+    ending = [{"event": end, "step": 51, "time": 1e9, "reason": "there"}] if end else []
+    write_log(path, started("a", 0), started("b", 30), logged_step(50), *ending)
+    run_state.renew_state(path)
+    state = RunReader(path).status()
+    assert (state["shown"], state["exit_code"], state["step"]) == (end or "dead", code, 51)
+    assert state["reason"] == "there" if end else "process is gone" in state["reason"]
+
+
+def test_a_state_that_knows_more_than_the_log_of_its_launch_stays(base):
+    path = fake_run(base, "d1", "failed", step=33, launch="a", reason="rank 1 hangs")
+    write_log(path, started("a", 0), logged_step(32))
+    run_state.renew_state(path)
+    assert RunReader(path).status()["reason"] == "rank 1 hangs"
+
+
+def test_a_launch_that_was_killed_after_its_logged_end_has_ended(base):
+    path = fake_run(base, "d1", "running", launch="a", ranks=[{**identify(), "start": "1"}])
+    end = {"event": "completed", "step": 33, "time": 1e9, "reason": ""}
+    write_log(path, started("a", 0), logged_step(32), end)
+    assert RunReader(path).status()["shown"] == "dead"
+    run_state.renew_state(path)
+    assert RunReader(path).status()["shown"] == "completed"
+
+
 @pytest.mark.parametrize(
     "name, start, code",
     [

@@ -1,5 +1,6 @@
 """Shared helpers: the base directory, text that is safe to print, and JSON that may be damaged."""
 
+import errno
 import json
 import os
 import subprocess
@@ -9,6 +10,7 @@ import pytest
 
 from nanochat.common import (
     Stop,
+    atomic_open,
     check_stop,
     counted,
     differences,
@@ -17,6 +19,7 @@ from nanochat.common import (
     get_base_dir,
     public,
     read_json,
+    reason_of,
     show,
     stop_reason,
     stops_if,
@@ -117,6 +120,21 @@ def test_differences_are_named_in_order_and_one_that_is_missing_is_told_apart():
 
 
 # ---- stopping ------------------------------------------------------------------------------------
+
+
+def test_a_sentence_of_our_own_stays_whole_when_a_file_cannot_be_written(tmp_path):
+    """Regression: a server that was away while a file was copied from it was "[Errno None] None"."""
+    with pytest.raises(OSError, match=r"^nothing from host; check the network$") as e:
+        with atomic_open(tmp_path / "copy"):
+            raise OSError("nothing from host; check the network")
+    assert reason_of(e.value) == str(e.value)
+
+
+def test_a_full_disk_is_named_with_the_file(tmp_path):
+    with pytest.raises(OSError, match=r"No space left on device: '.*/copy'") as e:
+        with atomic_open(tmp_path / "copy"):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    assert reason_of(e.value) == "No space left on device"
 
 
 def test_a_wait_ends_for_the_reason_of_whoever_called_it():

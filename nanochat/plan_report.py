@@ -46,13 +46,15 @@ def rehearse(start: Starting, data: RunData) -> Plan:
 
 def print_passes(start: Starting, data: RunData) -> None:
     """For a run without a curriculum: print the size of its data in tokens and its passes over
-    them, estimated from a few hundred documents. Its data cannot run dry, so only `binned` rows
+    them, exact for token files that are not large, otherwise estimated from a few hundred
+    documents. Its data cannot run dry, so only `binned` rows
     need a plan. ValueError with --plan=error if nearly all of a new run's tokens would be
     cropped."""
     settings = start.settings
     [source] = data.train.values()
     T = settings.max_seq_len
     sample = Sample(source)
+    about = "" if sample.is_whole else "about "
     lengths = sample.lengths
     again = sample.repeated
     # what a pass over the data puts into rows
@@ -70,7 +72,7 @@ def print_passes(start: Starting, data: RunData) -> None:
         emitted += sample.total(added)
         again = again + added
     repeated = sample.total(again) / emitted
-    why = refuse_waste("its data", cropped, silent)
+    why = refuse_waste("its data", cropped, silent, about)
     if why and settings.plan == "error" and not start.config:
         raise ValueError(why)
     tokens = round(sample.total(lengths - 1 - sample.repeated))  # without BOS
@@ -83,7 +85,7 @@ def print_passes(start: Starting, data: RunData) -> None:
         often = "them once"
     else:
         often = f"them {shown} times"
-    print0(f"data: about {tokens:,} tokens; this run reads {often}")
+    print0(f"data: {about}{tokens:,} tokens; this run reads {often}")
     for line in reading_notes(
         "its data",
         trained=trained,
@@ -92,6 +94,7 @@ def print_passes(start: Starting, data: RunData) -> None:
         cropped=cropped,
         silent=silent,
         repeated=repeated,
+        about=about,
     ):
         log.warning("%s", line)
 

@@ -333,6 +333,8 @@ def check_pairs(
         for problem in check_pair(path, args, counts, lengths, bar):
             yield Problem(problem)
     sizes = ", ".join(f"{number:,} {what}" for what, number in counts.items())
+    if counts["documents"]:  # rows have it as the BOS of the next document
+        sizes += ", the EOD at the end of each document included"
     yield f"{folder}: {sizes or 'nothing could be read'}"
     if lengths:
         for line in length_table(lengths, args.sequence_len + 1):

@@ -56,7 +56,8 @@ def test_good_shards_are_good(tmp_path):
     folder = good_folder(tmp_path)
     code, problems, out = run(tmp_path, "--sequence-len", 1)
     assert (code, problems) == (0, [])
-    assert f"{folder}: 2 shards, 4 documents, 5 entries, 13 tokens" in out
+    counts = "2 shards, 4 documents, 5 entries, 13 tokens"
+    assert f"{folder}: {counts}, the EOD at the end of each document included" in out
     assert [line.split() for line in out.splitlines() if ".." in line] == [
         ["2", "..", "3", "5", "100.00%", "100.00%"]
     ]

@@ -46,10 +46,12 @@ def check_rows(path: Path, given: Settings, asked: Sequence[int] | None) -> Iter
             f"{first:,}; verify a receipt of the run that it continues"
         )
     last = min(step for step in marks if step >= highest)
-    yield (
-        f"  recomputing steps {first:,} to {last:,}: rows depend on earlier rows, and step {last:,} is the first "
-        f"at or after step {highest:,} with a digest in the receipt"
-    )
+    why = "rows depend on earlier rows"
+    if last > highest:
+        why += (
+            f", and after step {highest:,}, step {last:,} is the next with a digest in the receipt"
+        )
+    yield f"  recomputing steps {first:,} to {last:,}: {why}"
 
     link, good = "", first - 1
     began = time.monotonic()

@@ -454,16 +454,18 @@ def _find_again(manifest: Manifest, folder: AnyPath | None) -> Manifest:
     if isinstance(root, Remote):
         root = root.as_pinned(manifest["root"])
     new_root = str(root.resolve())
-    began = ""
-    if new_root != manifest["root"]:
-        began = f" (the run has read it in {manifest['root']})"
 
     def find(entry: Pin) -> None:
         path = root / entry["name"]
         if not path.exists():
+            what = f"{path}: this run reads it, but it does not exist; restore it, name its folder"
+            if new_root != manifest["root"]:
+                what = (
+                    f"{root}: {entry['name']} is missing here, and this run has read it in {manifest['root']}; "
+                    f"name that folder, or the one to which all files were moved,"
+                )
             raise FileNotFoundError(
-                f"{path}: this run reads it, but it does not exist{began}; restore it, name its "
-                f"folder with --data-path (for validation: --val-path), or start a new run with other data "
+                f"{what} with --data-path (for validation: --val-path), or start a new run with other data "
                 f"(--model-tag)"
             )
         if is_prepared(entry):  # do not prepare it only to find that it has changed

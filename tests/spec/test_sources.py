@@ -1,6 +1,7 @@
 """Files are groups of documents: pinned, read in any order, and refused if they changed."""
 
 import random
+import shutil
 
 import numpy as np
 import pyarrow as pa
@@ -66,6 +67,19 @@ def same_size(path):
 
 
 PLAIN = {"compression": "none", "use_dictionary": False}
+
+
+def test_another_folder_than_that_of_the_run_is_named_as_such(folder, tmp_path):
+    """Regression: its first file was "missing; restore it", as if the data had been damaged."""
+    other = tmp_path / "other"
+    other.mkdir()
+    for file in [*folder.iterdir()][1:]:
+        shutil.copy(file, other)
+    words = (
+        rf"^{other}: \S+ is missing here, and this run has read it in {folder}; name that folder"
+    )
+    with pytest.raises(FileNotFoundError, match=words):
+        check(scan(folder), other)
 
 
 @pytest.mark.parametrize(

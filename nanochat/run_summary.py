@@ -96,7 +96,7 @@ def _pinned_notes(run: Run) -> Iterator[str]:
         state = place.resolve()
         is_branch = isinstance(state, Remote) and state.is_fixed() and state != place
         if is_branch and any(state.is_relative_to(root) for root in roots):
-            yield f"{path} is read as {who} pinned it, whatever its branch has by now; {remedy}"
+            yield f"{path} is read as {state}, which {who} pinned; {remedy}"
 
 
 def _folders_in(manifests: Mapping[str, Manifest], root: str) -> str:

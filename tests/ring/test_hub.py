@@ -177,21 +177,25 @@ def test_a_fork_that_names_a_branch_says_that_it_stays_at_the_commit_of_its_pare
     train()
     hub.commit("own/set", newer(made.files))
     out = train(f"{SET}@main", fork_from="run@2", model_tag="child").out
-    assert f"note: {SET}@main is read as run pinned it" in out and "as @COMMIT" in out
+    assert (
+        f"note: {SET}@main is read as {SET}@{made.commit}, which run pinned" in out
+        and "as @COMMIT" in out
+    )
     assert "fork: continues run at step 2; nothing changed" in out
     assert read_json(run_dir("child") / "config.json")["fork"]["changes"] == {}
     more = {**made.files, "data/shard_9.parquet": made.files["data/shard_0.parquet"]}
     newest = hub.commit("own/set", more)
     out = train(f"{SET}@{newest}", fork_from="run@2", model_tag="moved").out
-    assert "pinned it" not in out and "data_path" in out
+    assert "pinned" not in out and "data_path" in out
 
 
 def test_a_resume_that_names_the_data_anew_says_which_commit_it_reads(hub, made):
     train(num_iterations=2)
     hub.commit("own/set", newer(made.files))
-    assert "pinned it" not in train(num_iterations=3).out
+    assert "pinned" not in train(num_iterations=3).out
     out = train(f"{SET}@main", num_iterations=4).out
-    assert f"note: {SET}@main is read as this run pinned it" in out and "a fork can read" in out
+    assert f"note: {SET}@main is read as {SET}@{made.commit}, which this run pinned" in out
+    assert "a fork can read a newer one" in out
 
 
 def test_a_replay_asks_the_hub_nothing(hub):

@@ -7,6 +7,7 @@ every path of this machine to its last name.
 """
 
 import json
+import logging
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -21,6 +22,8 @@ from nanochat.run_history import history_of
 from nanochat.run_reader import RunReader
 from nanochat.run_settings import setting_tables
 from nanochat.text import Selection
+
+log = logging.getLogger(__name__)
 
 # ---- markdown -----------------------------------------------------------------------------------
 
@@ -117,7 +120,11 @@ def left_out_sentences(run: RunReader) -> list[str]:
     sentences = []
     before: dict[str, list[int] | None] = {}
     for stretch in history_of(run):
-        listed = stretch.run.listed() if stretch.run else {}
+        try:
+            listed = stretch.run.listed() if stretch.run else {}
+        except ValueError as e:  # the list of an ancestor is corrupt
+            log.warning("what %s left out is not known: %s", stretch.name, e)
+            continue
         if listed and listed != before:
             documents = sum(len(rows) for rows in listed.values() if rows is not None)
             whole = [file for file, rows in listed.items() if rows is None]

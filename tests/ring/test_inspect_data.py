@@ -609,12 +609,13 @@ def test_the_ledger_of_a_fork_says_which_rows_are_its_own_and_which_are_not_in_i
     assert "rows are from before" not in run("ledger", "text")
 
 
-def test_a_result_names_the_steps_that_it_does_not_cover(without_code):
+@pytest.mark.parametrize("damage", ["gone", "corrupt"])
+def test_a_result_names_the_steps_that_it_does_not_cover(without_code, damage):
     """Regression: only a warning on stderr said so, and the report and the model card had a 0."""
     path = training.run_dir("text") / "data_manifest.json"
     manifest = json.loads(path.read_text())
     manifest["train"]["code"]["root"] = "/gone"
-    path.write_text(json.dumps(manifest))
+    path.write_text("{}" if damage == "corrupt" else json.dumps(manifest))
     out = run("find", "child", "--ngram=8", f"--texts={without_code.items}")
     sentence = "steps 0 to 14 (child continues text@15, whose files cannot be read)"
     assert sentence in out

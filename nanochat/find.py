@@ -87,6 +87,7 @@ class Use(NamedTuple):
     lane: int
     start: int
     stop: int
+    off: int = 0  # how many of the first of them have no loss there: an earlier row has them, too
 
 
 @dataclass(frozen=True)
@@ -220,11 +221,16 @@ class History:
     def _uses_in(self, row: Row, step: int, number: int) -> Iterator[tuple[DocumentKey, Use]]:
         """The documents of row `number` of a step, each with its use."""
         has_tail_bos = self.config.layout == "bestfit"  # a tail begins with a BOS of its own
-        for placed, start, length, _ in row.placed:
+        at = 0
+        for placed, start, length, repeated in row.placed:
             key = DocumentKey(*placed)
             num_bos = 1 if start > 0 and has_tail_bos else 0
             stop = start + length - num_bos
-            yield key, Use(key.epoch, step, number, row.lane, start, stop)
+            off = repeated
+            if row.live is not None and row.live[at : at + length].any():  # else it is masked
+                off = int(np.argmax(row.live[at + num_bos : at + length]))
+            at += length
+            yield key, Use(key.epoch, step, number, row.lane, start, stop, off)
 
     def uses_of(self, documents: Sequence[DocumentPlace]) -> dict[DocumentPlace, list[Use]]:
         """The uses of many documents in completed steps, with a progress bar.

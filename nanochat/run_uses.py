@@ -336,7 +336,13 @@ def item_uses(
                 continue
             ids = content_of(of_run, of_run.data.train[document.bucket], document).ids
             parts = [decode(ids[use.start : use.stop].tolist()) for use in uses]
+            without_loss = [decode(ids[use.start : use.start + use.off].tolist()) for use in uses]
+            off = {}
+            for shared in benchmark.index.find(without_loss):
+                off[shared.text, shared.item] = shared.num_ngrams
             for shared in benchmark.index.find(parts):
+                if off.get((shared.text, shared.item), 0) == shared.num_ngrams:
+                    continue  # an earlier row has learned all of it
                 use = uses[shared.text]
                 losses = losses_of(use.step)
                 item_use: seen.ItemUse = {

@@ -536,9 +536,11 @@ def passes_of(
             losses = losses_of(use.step)
             line = use._asdict()
             line["loss"] = losses[use.row] if losses else None
-            if text:  # a row may hold another part of the document
-                part = opened.data.tokenizer.decode(ids[use.start : use.stop].tolist())
-                line["has_text"] = text in part
+            if text:  # a row may hold another part of the document, or all of it without a loss
+                decode = opened.data.tokenizer.decode
+                part = decode(ids[use.start : use.stop].tolist())
+                without_loss = decode(ids[use.start : use.start + use.off].tolist())
+                line["has_text"] = part.count(text) > without_loss.count(text)
             uses.append(line)
         of_epoch = asdict(one_pass)
         of_epoch["uses"] = uses
@@ -583,7 +585,7 @@ def show_find(opened: Opened, args: argparse.Namespace) -> int:
             kind = f", a file of {of_run.run.name}"
         print(f"{visible(document.name)} ({document.bucket}{kind}): {visible(words)}")
         if origin is not None:
-            print(f"it begins at line {origin.line:,} of {visible(origin.file)}")
+            print(f"the document begins at line {origin.line:,} of {visible(origin.file)}")
         legends[print_passes(opened, passes, with_text=bool(args.text))] = None
         reason = remark(ancestry, traced, left_out)
         if reason:

@@ -502,7 +502,7 @@ def test_a_run_on_jsonl_resumes_with_the_same_digests_after_its_folder_is_remove
 
         capsys.readouterr()
         assert inspect_data.main(["find", "run", "--document=a.jsonl:5"]) == 0
-        assert "it begins at line 7 of a.jsonl" in capsys.readouterr().out
+        assert "the document begins at line 7 of a.jsonl" in capsys.readouterr().out
         assert inspect_data.main(["rows", "run", "--step=0", "--json"]) == 0
         for line in capsys.readouterr().out.splitlines():
             for document in json.loads(line)["documents"]:

@@ -341,6 +341,8 @@ def files_of_fork(parent: Parent, settings: Settings) -> Manifests:
     for bucket, manifest in pinned["train"].items():
         theirs = parent.manifests["train"].get(bucket)
         files = [entry for entry in manifest["files"] if pins_of(entry) not in evaluated]
+        if theirs is not None:  # what it trains on stays, even if it is a copy of a validation file
+            files += [entry for entry in theirs["files"] if pins_of(entry) in evaluated]
         names = {entry["name"] for entry in files}
         if theirs is None or not names & {entry["name"] for entry in theirs["files"]}:
             train[bucket] = {**manifest, "files": files}

@@ -112,7 +112,7 @@ def pins_of(entry: Pin) -> list[object]:
     return [entry["size"], entry["footer"], entry["groups"], entry.get("tokens")]
 
 
-def content_of(entry: Pin) -> tuple[int, str]:
+def contents_of(entry: Pin) -> tuple[int, str]:
     """What identifies the content of a file under any name: its size and hash. A file that has no
     hash is known by its name."""
     return entry["size"], entry["footer"] if entry["footer"] != UNKNOWN else entry["name"]

@@ -16,7 +16,7 @@ from typing import Any
 
 from nanochat import seen
 from nanochat.common import counted, duration, few, show, visible
-from nanochat.pins import content_of
+from nanochat.pins import contents_of
 from nanochat.run_dir import changes_text
 from nanochat.run_history import history_of
 from nanochat.run_reader import RunReader
@@ -154,7 +154,11 @@ def progress_sentences(run: RunReader) -> list[str]:
     if len(val) > 1:
         first, newest = val[0], val[-1]
         moved = "fell" if newest < first else "did not fall: they went"
-        sentences.append(f"Validation bits per byte {moved} from {show(first)} to {show(newest)}.")
+        evaluated = max(run.val_bpb)
+        where = f" at step {evaluated:,}" if evaluated < last.last else ""
+        sentences.append(
+            f"Validation bits per byte {moved} from {show(first)} to {show(newest)}{where}."
+        )
     return sentences
 
 
@@ -198,7 +202,7 @@ def validation_note(runs: Sequence[RunReader]) -> str:
     for run in runs:
         buckets = []
         for manifest in run.manifests.get("val", {}).values():
-            files = [(*content_of(pin), *pin["groups"]) for pin in manifest["files"]]
+            files = [(*contents_of(pin), *pin["groups"]) for pin in manifest["files"]]
             buckets.append(json.dumps([files, Selection.of(manifest).hashed()]))
         texts.add(tuple(sorted(buckets)))
     if () in texts:

@@ -11,6 +11,7 @@ seconds. A receipt and plain flags of a run that does not exist can be opened, t
 """
 
 import logging
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ import numpy as np
 from tqdm import tqdm
 
 from nanochat import run_history
+from nanochat.common import duration
 from nanochat.dataloader import StepLayout
 from nanochat.pins import is_prepared
 from nanochat.rows import Row
@@ -33,6 +35,8 @@ from nanochat.text import text_suffix
 
 log = logging.getLogger(__name__)
 
+TIMED_STEPS = 20  # steps after which the remaining time is estimated
+LONG_S = 10.0  # seconds of work that are announced
 WORDS = 60  # characters shown from the beginning of a document
 MovedTo = tuple[str | None, str | None]  # where --data-path and --val-path are now
 NOT_MOVED: MovedTo = (None, None)  # both are where the run read them
@@ -94,15 +98,27 @@ class Opened:
                     drop_dry=True,
                 )
             ) as stream:
-                for _ in tqdm(
+                began = time.monotonic()
+                for number in tqdm(
                     range(step - done), desc=f"packing from step {done}", unit="step", disable=None
                 ):
                     stream.next_rows(self.rows_per_lane)
+                    if number + 1 == TIMED_STEPS:
+                        per_step_s = (time.monotonic() - began) / TIMED_STEPS
+                        announce_time(per_step_s * (step - done - TIMED_STEPS), done, step)
                 yield stream
         except ValueError as e:
             if not saved:
                 raise ValueError(str(e)) from None
             raise ValueError(f"{e} (packed from {self.run.cursor_files[done]})") from None
+
+
+def announce_time(rest_s: float, done: int, step: int) -> None:
+    """Say how long it takes to pack the steps up to one, if that is long."""
+    if rest_s > LONG_S:
+        log.info(
+            "packing steps %s to %s takes about %s", f"{done:,}", f"{step:,}", duration(rest_s)
+        )
 
 
 def open_stream_of(run_dir: Path, moved_to: MovedTo = NOT_MOVED) -> Opened:

@@ -37,7 +37,7 @@ from nanochat.files import (
     list_files,
     list_parquet_files,
 )
-from nanochat.pins import Manifest, Manifests
+from nanochat.pins import Manifest, Manifests, contents_of
 from nanochat.sources import reader_class, scan_all
 from nanochat.text import ALL, PLAIN_TEXT, Selection, fetch_footers, text_suffix
 from nanochat.text_kinds import warn_once
@@ -560,4 +560,23 @@ def pin_files(
             every_file = list(chain.from_iterable(buckets.values()))
             check_format(str(roots[split]), every_file, data_format)
     folders = {split: root.folder for split, root in roots.items()}
-    return scan_all(folders, files, selection, is_new=True)
+    manifests = scan_all(folders, files, selection, is_new=True)
+    if selection.val_fraction == 0:
+        _warn_of_trained_copies(manifests)
+    return manifests
+
+
+def _warn_of_trained_copies(manifests: Manifests) -> None:
+    """Warn of validation files that are copies of training files, by their pins."""
+    trained = {}
+    for manifest in manifests["train"].values():
+        for entry in manifest["files"]:
+            trained[contents_of(entry)] = entry["name"]
+    for manifest in manifests["val"].values():
+        for entry in manifest["files"]:
+            copy = trained.get(contents_of(entry))
+            if copy is not None:
+                warn_once(
+                    f"the validation file {entry['name']} has the contents of {copy}, which is trained on, so bits "
+                    f"per byte will say little; name other validation data with --val-path"
+                )

@@ -46,7 +46,7 @@ from nanochat.dist import (
 from nanochat.evaluations import log_core, log_ranks, log_samples, log_validation
 from nanochat.fork import branch_off, stand_in
 from nanochat.reduce import LeafAccumulator
-from nanochat.run_dir import find_run_at, is_run_dir
+from nanochat.run_dir import Fork, find_run_at, is_run_dir, newest_events
 from nanochat.run_guard import Guard
 from nanochat.run_journal import Journal, open_journal
 from nanochat.run_order import stream_config
@@ -612,14 +612,24 @@ def after_failure(run: Run) -> str:
     )
 
 
+def is_val_comparable(run: Run) -> bool:
+    """Whether the first and the last bits per byte of a run are of the same text: of a fork, the
+    first ones are its parent's."""
+    amount = run.settings.eval_tokens
+    fork = Fork.of(run.settings.fork)
+    changed = fork is not None and not fork.changes.keys().isdisjoint(("val_path", "eval_tokens"))
+    return not changed and run.config.get("eval_tokens", amount) == amount
+
+
 def report_completed(run: Run, progress: Progress, peak: int | None) -> None:
     """Print the last line of a run."""
     line = f"completed: {progress.tokens:,} tokens in {duration(progress.train_time_s)} of steps"
     if progress.val_bpb is not None:
-        amount = run.settings.eval_tokens
-        is_comparable = not run.config or run.config.get("eval_tokens", amount) == amount
-        first = f"{progress.first_val_bpb:.6f} -> " if is_comparable else ""
+        first = f"{progress.first_val_bpb:.6f} -> " if is_val_comparable(run) else ""
         line += f"; validation bits per byte {first}{progress.val_bpb:.6f}"
+        evaluated = newest_events(run.run_dir, progress.step).get("val")
+        if evaluated is not None and evaluated["step"] < progress.step:
+            line += f" at step {evaluated['step']:,}"
     if peak is not None:
         line += f"; peak memory {peak / 1e9:,.1f} GB"
     print0(f"{line}; {run.run_dir}")

@@ -53,7 +53,7 @@ from nanochat.cli import EXIT_FAILED, Parser, run_main, setup_logging
 from nanochat.common import counted, few, show, table
 from nanochat.config import current
 from nanochat.dist import VERSIONS
-from nanochat.pins import content_of
+from nanochat.pins import contents_of
 from nanochat.run_dir import changes_text, find_run, is_step, read_cursors
 from nanochat.run_facts import validation_note
 from nanochat.run_history import (
@@ -713,7 +713,7 @@ def files_of(run: RunReader) -> dict[tuple[str, str], tuple[int, str]]:
     for split, buckets in run.manifests.items():
         for manifest in buckets.values():
             for pin in manifest["files"]:
-                files[split, pin["name"]] = content_of(pin)
+                files[split, pin["name"]] = contents_of(pin)
     return files
 
 

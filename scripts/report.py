@@ -85,11 +85,14 @@ def result_part(run: RunReader) -> list[str]:
 def quality_figures(run: RunReader) -> dict[str, Any]:
     """{figure: value}: what the model learned; None if it is not known."""
     val = run.val_bpb
-    last_val = val[max(val)] if max(val, default=0) else None
+    last_step = max(val, default=0)
+    last_val = val[last_step] if last_step else None
     evaluation = run.evaluation
+    is_older = "val_bpb" not in evaluation and last_step < run.num_steps
+    after = f"at step {last_step:,}" if last_val is not None and is_older else "after"
     figures = {
         "validation bits per byte, before training": val.get(0),
-        "validation bits per byte, after": evaluation.get("val_bpb", last_val),
+        f"validation bits per byte, {after}": evaluation.get("val_bpb", last_val),
         "bits per byte of a unigram model on the same tokens": evaluation.get("unigram_bpb"),
     }
     for bucket, bpb in evaluation.get("train_bpb", {}).items():

@@ -2,6 +2,7 @@
 
 import shutil
 from functools import partial
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -10,6 +11,7 @@ from nanochat import start_run
 from nanochat.checkpoint import load_checkpoint
 from nanochat.run_dir import cursor_files, read_config
 from nanochat.run_reader import RunReader, unbalanced
+from nanochat.text_kinds import warn_once
 from nanochat.tokenizer import RustBPETokenizer
 from scripts import validate
 from tests import training
@@ -274,6 +276,21 @@ def test_files_that_arrived_join_only_if_the_data_is_named(workplace):
         for document in row["documents"]
     }
     assert "shard_0_new.parquet" in files
+
+
+@pytest.mark.parametrize("make_copy", [shutil.copy, Path.symlink_to])
+def test_a_validation_file_may_be_a_copy_of_a_training_file(workplace, caplog, make_copy):
+    """Regression: a fork whose data is named missed the training file, which was held out."""
+    warn_once.cache_clear()
+    first, *_ = sorted((workplace / "data").glob("*.parquet"))
+    names = (workplace / "data" / "zz.parquet", first)
+    make_copy(*(names if make_copy is Path.symlink_to else names[::-1]))
+    training.succeed(model_tag="twice", num_iterations=2)
+    assert f"zz.parquet has the contents of {first.name}, which is trained on" in caplog.text
+    fork(
+        "again", step=1, parent="twice", num_iterations=3, data_path=workplace / "data", z_loss=0.1
+    )
+    assert files_of("again") == files_of("twice")
 
 
 def test_validation_stays_the_same_when_files_join(workplace):

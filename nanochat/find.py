@@ -227,8 +227,9 @@ class History:
             num_bos = 1 if start > 0 and has_tail_bos else 0
             stop = start + length - num_bos
             off = repeated
-            if row.live is not None and row.live[at : at + length].any():  # else it is masked
-                off = int(np.argmax(row.live[at + num_bos : at + length]))
+            if row.live is not None:
+                live = row.live[at + num_bos : at + length]
+                off = int(np.argmax(live)) if live.any() else repeated  # else it is masked
             at += length
             yield key, Use(key.epoch, step, number, row.lane, start, stop, off)
 

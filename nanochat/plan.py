@@ -102,8 +102,13 @@ class BucketPlan:
 
     @property
     def silent(self) -> float:
-        """The share of the tokens in rows that are repeated, so that they have no loss."""
-        return min(1.0, self.account["repeated"] / max(1, self.account["emitted"]))
+        """If documents are cropped: the share of the tokens in rows that are repeated, so that they
+        have no loss. All of a document's repeated tokens are at its beginning, which is not cropped;
+        the account also counts those of pending documents."""
+        account = self.account
+        came = account["read"] + account["bos"] + account["repeated"]
+        left = account["emitted"] + account["cropped"]
+        return min(1.0, account["repeated"] * left / max(1, came * account["emitted"]))
 
     @property
     def repeated(self) -> float:

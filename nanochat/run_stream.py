@@ -152,7 +152,7 @@ def places_in(opened: Opened, stream: AnyStream, row: Row) -> list[dict[str, Any
     """The documents of a row. Tokens `start` to `stop` - 1 of a document, which has `of` tokens and
     BOS as token 0, are in the row from position `at` on. `tokens` also counts the BOS that is put
     in front of a continuation."""
-    if not isinstance(stream, Stream):  # Megatron's order
+    if not isinstance(stream, Stream):  # an order of samples
         return stream.describe(row)  # type: ignore[attr-defined]
     source = opened.data.train[row.bucket]
     is_bestfit = opened.config.layout == "bestfit"

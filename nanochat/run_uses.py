@@ -1,7 +1,7 @@
 """
 In which steps a run used a document, also in the ancestors of a fork.
 
-    document --find.History (lanes) or sample_passes (Megatron's order)--> passes: rows, step by step
+    document --find.History (lanes) or sample_passes (of samples)--> passes: rows, step by step
     a fork:    steps from its first one on: its own;   before: its parent's, and so on
                files of an ancestor that the fork does not read are searched, too
 

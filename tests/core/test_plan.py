@@ -196,6 +196,17 @@ def test_cropped_is_a_share_of_tokens_that_left_and_warnings_name_flags_that_wou
     assert problem(plan) and not problem(guess) and "probably runs dry" in warnings(guess)[0]
 
 
+def test_the_share_without_loss_of_cropped_windows_is_that_of_their_rows(tmp_path):
+    """Regression: what was still pending counted, too, so a short run seemed to train on nothing."""
+    data = source(tmp_path / "a", [[40] * 500], windows=True)
+    lengths, repeated = map(np.array, data.lengths(0, np.arange(int(data.groups[0]))))
+    T = 16
+    exact = np.minimum(repeated, T + 1).sum() / np.minimum(lengths, T + 1).sum()
+    config = StreamConfig(T=T, V=4, buffer_size=64)
+    plan = make_plan(config, {"data": data}, rows_per_step=8, num_steps=2)
+    assert plan.crops and plan.buckets["data"].silent == pytest.approx(exact, abs=0.05)
+
+
 def test_a_few_books_among_many_notes_are_estimated_by_the_sizes_of_their_files(tmp_path):
     """Regression: documents were sampled file by file, so eight books counted like eight hundred."""
     rng = np.random.default_rng(0)

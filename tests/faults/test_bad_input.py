@@ -322,7 +322,7 @@ RESUMED = [  # an unfinished run that is not resumed
     (
         "base_train --model-tag=run --data-path=other",
         {**UNFINISHED, "other/a.parquet": TEXTS},
-        ("other/shard_", "the run has read it in", "--data-path"),
+        ("other: shard_", "this run has read it in", "name that folder"),
     ),
     (
         "base_train --model-tag=run --resume=runs/run/checkpoints/checkpoint-5",
@@ -489,7 +489,10 @@ READERS = [
                 ("shard_0.parquet has documents 0 to 95; name one",),
             ),
             ("run --document=shard_0.parquet", ("expected FILE:DOC",)),
-            ("run --text='there is no such text'", ("occurs in no document of the run's files",)),
+            (
+                "run --text='there is no such text'",
+                ("occurs in no document of the files of the run",),
+            ),
             ("--text=x --data-path=data", ("find: it needs the log and the saves of a run",)),
         )
     ),

@@ -293,12 +293,17 @@ def test_find_names_the_steps_of_a_document_that_rows_names(capsys):
                 table.setdefault(f"{place['file']}:{place['document']}", set()).add(use)
     for document in [*table][::7]:
         found = json.loads(inspect(capsys, "find", path, f"--document={document}", "--json"))
-        uses = {tuple(use.values())[1:] for of_epoch in found["passes"] for use in of_epoch["uses"]}
+        names = ("step", "row", "lane", "start", "stop", "loss")
+        uses = {
+            tuple(use[name] for name in names)
+            for of_epoch in found["passes"]
+            for use in of_epoch["uses"]
+        }
         assert uses == table[document] and found["split"] == "train" and found["text"]
     opened = run_stream.open_stream_of(path)
     places = [find_document({"train": opened.data.train}, document)[1] for document in table]
     for place, uses in run_uses.uses_of(opened, places).items():
-        assert {tuple(use)[1:] for use in uses} == {use[:-1] for use in table[place.name]}
+        assert {use[1:6] for use in uses} == {use[:-1] for use in table[place.name]}
     assert "held out for validation: the run never" in inspect(
         capsys, "find", path, "--document=a.bin:59"
     )

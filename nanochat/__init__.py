@@ -5,7 +5,7 @@ The core, in reading order: from a text to an update of the weights.
 
     tokenizer        text to ids and back
     packing          document lengths to rows: what goes where, without a token in sight
-    rows             what goes where, and ids, to rows: tokens, and which of them are targets
+    rows             placements and ids to rows: tokens, and which of them are targets
     order            which lane reads which documents when
     stream           the tokens in row k of lane l, whatever the number of processes
     dataloader       rows to batches on the device
@@ -47,6 +47,9 @@ A run, from its command to its end:
     mirror           a copy of the run elsewhere        mirror_owner     who may write that copy
     mirror_store     where it lies                      mirror_marks     what it holds of each save
     mirror_fetch     from it to an empty machine        run_facts        a run in words and tables
+
+The loop is in scripts/base_train.py. Threads of a rank: the main one, the loader's (dataloader), the
+tokenizers' pool (stream), the watchdog's two; on rank 0 also the saver's and the mirror's.
 
 The floor: `common` (files, JSON, hashes), `cli` (flags; `old_flags`), `dist` (processes).
 

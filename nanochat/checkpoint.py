@@ -15,15 +15,16 @@ each file and one of itself, computed with zeros in place of that checksum:
     {"step": 7, "files": {...}, "checksum": "00000000"}  --BLAKE2b-->  9f3c..  -->  "checksum": "9f3c.."
 
 **Writing.** All files go into a folder with a hidden name, each one fsynced, the seal last; one
-rename gives the checkpoint its name. A good checkpoint of the same step is kept, because it saw the
-same rows; a corrupt one is replaced. If a completed run is extended, its old `final` is renamed to
+rename gives the checkpoint its name. A good checkpoint of the same step and status is kept, because
+it saw the same rows; a corrupt one is replaced. If a completed run is extended, its old `final` is renamed to
 the checkpoint of the step it was saved at. So a good checkpoint exists at every instant.
 
 **Reading.** `first_good` goes from the newest checkpoint to the oldest, and takes the first whose
 every byte matches its checksum. States hold only tensors and plain values, and are loaded with
 `weights_only=True`: nothing is executed.
 
-**While training continues.** The loop waits only for a copy of the state; one thread does the rest.
+**While training continues.** The loop waits only for a copy of the state (and, for the digest of the
+next step, up to 5 s for its rows); one thread does the rest, unless the save is the last one.
 The next save waits for the one before it, so a slow disk slows training down instead of filling
 memory.
 
@@ -237,13 +238,14 @@ class Snapshot:
     states: Mapping[str, Any]  # {file name: tensors and plain values}; see `to_host`
     model_config: dict[str, Any]
     cursors: list[dict[str, Any]]  # the JSON states of all lanes, in order
-    trainer_state: dict[str, Any]  # JSON: further fields of the seal
+    trainer_state: dict[str, Any]  # JSON: further fields of the seal, which names no field twice
 
     def write(self, run_dir: Path, name: str) -> Path:
         """Write RUN/checkpoints/<name> and RUN/logs/cursors/step-<step>.json.gz, and return the
-        checkpoint's path. A good checkpoint of that name and step is kept as it is. OSError with
-        the reason if writing fails: older checkpoints stay unchanged, and no partial checkpoint is
-        left behind."""
+        checkpoint's path. In the saver's thread, while training continues; repeated after an error.
+        A good checkpoint of that name, step and status is kept as it is. OSError with the reason if
+        writing fails: older checkpoints stay unchanged, and no partial checkpoint is left behind.
+        TypeError for a state that is not plain."""
         assert name in (f"checkpoint-{self.step}", f"checkpoint-{self.step}-shutdown", "final"), (
             name
         )

@@ -182,7 +182,7 @@ class StreamConfig:
         return self.new_packer().max_tokens
 
     def fill_target(self, row: int) -> int:
-        """How many documents should be pending before row `row` of a lane is packed.
+        """How many documents should be pending before row `row` of a feed is packed.
 
         The number grows to `buffer_size` over the first rows, so that the first step needs only one
         unit of each lane.

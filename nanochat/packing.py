@@ -112,7 +112,9 @@ class Packer:
         key in packer                      whether any part of a document is still pending
 
     `push` and `next_row` keep `tokens`, the number of pending tokens, and the counts in `COUNTS` up
-    to date. The packer may override:
+    to date, but for the BOS and the repeated tokens of new documents: whoever pushes one adds these,
+    so that a restored piece does not count twice. A key is at most once in a row. The packer may
+    override:
 
         ready, wants(target), pending      if the number `tokens` alone does not decide them
         of(config)                         if it needs more settings than T

@@ -2,10 +2,11 @@
 What a launch is protected by, as one context around all of it.
 
     enter    signals are recorded from here on; the processes find each other; rank 0 locks the run,
-             and owns its mirror, if it has one
+             and its mirror, if it has one
     sign     the launch owns the run: its record, and RUN/.run_state.json
     watch    a rank that hangs or dies ends all of them, within a stated time
-    leave    in reverse order. A command that was refused has left no trace
+    leave    in reverse order, but for the lock: a final status has given it up already. A command
+             that was refused has left no trace
 
     guard.reason()    why to stop: a signal, a request, the walltime (nanochat/run_stop.py)
     guard.lost()      why to end at once: another launch owns the run (nanochat/run_owner.py)
@@ -44,18 +45,25 @@ LONG_S = 1800.0  # time limit of an evaluation or a save
 
 
 class Guard:
-    """Enter it on every rank.
+    """Enter it on every rank. Inside it, any wait for data or for other ranks raises Stop once a stop
+    is requested.
 
-    rank, world_size, device: of this process. ranks: `run_state.identify` of each rank. owner and,
+    rank, world_size, device, ranks (`run_state.identify` of each rank): set by entering. owner and,
     once the run is signed, state: on rank 0 only. mirror: does nothing without --mirror-to, and on
     other ranks.
 
-        method                          ranks       thread    waits for
-        lost                            0; else ''  any       the disk
-        set_aside, sign                 0           main      the disk
-        watch, stop_if_asked            all         main      the other ranks
-        beat, note_*, reason            each        main      nothing
+        method, in this order           ranks       thread    waits for
+        enter                           all         main      the other ranks, the disk
+        set_aside (or not), sign        0           main      the disk
+        watch                           all         main      the other ranks
+        beat(step, ...)                 all         main      nothing
+        beat(), note_*, reason          each        main      nothing
+        stop_if_asked                   all         main      the other ranks
         asked                           each        any       nothing
+        lost                            0; else ''  any       the disk
+        leave                           all         main      the other ranks, the disk
+
+    all: every rank calls it, in the same order. each: any rank alone.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -101,6 +109,7 @@ class Guard:
         _, self.rank, _, self.world_size, self.device = compute_init(
             settings.device_type or autodetect_device_type(),
             deterministic=settings.deterministic,
+            # longer than the watchdog takes, whose error names a rank
             timeout_s=2 * settings.collective_timeout_seconds + LONG_S,
         )
         stack.callback(compute_cleanup)
@@ -108,7 +117,8 @@ class Guard:
     # ---- the lock
 
     def set_aside(self) -> None:
-        """On rank 0: rename the run that is there; this launch owns the empty folder in its place."""
+        """On rank 0: rename the run that is there; this launch has locked the empty folder in its
+        place."""
         assert self.owner is not None, "only rank 0 owns a run"
         self.owner.set_aside()
 
@@ -125,7 +135,8 @@ class Guard:
         return "" if self.owner is None else self.owner.launch
 
     def lost(self) -> str:
-        """'' while this launch owns the run and its mirror, else the error to end with."""
+        """'' while this launch has locked the run, owns it if it has signed it, and owns its mirror;
+        else the error to end with. After a final status, it owns none of them."""
         return self.mirror.lost() or ("" if self.owner is None else self.owner.lost())
 
     # ---- the heartbeat
@@ -134,11 +145,16 @@ class Guard:
         """Collective. From here on, the main thread of each rank must beat."""
 
         def failed(verdict: str) -> None:
+            """In any thread, on every rank. The state comes first, because it matters most; then the
+            run is given up, and PyTorch's record for diagnosis is all that is written to it."""
+            is_lost = bool(self.lost())
             if self.state is not None:
                 self.state.end("failed", verdict)
-            write_collectives(self.run_dir, self.rank)
+            if not is_lost:
+                write_collectives(self.run_dir, self.rank)
 
         def refresh() -> str:
+            """In the watchdog's thread. Not `self.lost()`, because of a final status."""
             lost = "" if self.state is None else self.state.refresh()
             return lost or self.mirror.lost()
 

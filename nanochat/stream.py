@@ -52,9 +52,9 @@ LEDGER = {  # of a bucket; all but the last three count tokens
     "padded": "in rows, from no document",
     "rows": "packed",
     "documents": "read",
-    "epochs": "that the lane furthest ahead has finished",
+    "epochs": "that the lane furthest ahead has left behind",
 }
-# the counts of a feed that make up the ledger
+# the counts of a feed that make up the ledger; row: how many this feed has packed
 FEED = dict.fromkeys(
     ("epoch", "documents", "read", "row", "inserted", "repeated", "cropped", "padded", "pending"),
     int,
@@ -157,7 +157,10 @@ class Unit(NamedTuple):
 class Feed:
     """One bucket in one lane.
 
-    `pool` prefetches the next unit; without a pool, each unit is read when it is needed.
+    `pool` prefetches the next unit; without a pool, each unit is read when it is needed. What runs in
+    the pool (`_fetch`, `_fetch_pending` and what they call) touches only what never changes after
+    `__init__`. All else belongs to one thread at a time: the one that constructs the feed, then the
+    loader's. Sources, orders and the pool are shared with other lanes.
     """
 
     def __init__(
@@ -178,15 +181,16 @@ class Feed:
         self.pool = pool
         self.max_epochs = config.epochs(bucket)
         self.packer = config.new_packer()
-        # the pending documents; after a resume, a Future of those of a group that the pool still
-        # reads
+        # the pending documents, with the keys of `packer.waiting()`; after a resume, a Future of those
+        # of a group that the pool still reads, from which each is popped once
         self.documents: dict[DocumentKey, Document | Future[dict[DocumentKey, Document]]] = {}
         self.epoch = 0
         self.share = order.share(lane, 0)  # this lane's places in the current epoch
         self.place = self.share.start  # of the next unit
         self.num_documents = 0
         self.read = 0  # tokens of these documents, not counting BOS and repeated tokens
-        self.unit: Future[Unit] | None = None  # the prefetched unit
+        # the prefetched unit, which begins at (epoch, place): these change only while it is None
+        self.unit: Future[Unit] | None = None
 
     # -- reading
 
@@ -270,7 +274,7 @@ class Feed:
     def _fill(self) -> None:
         """Push units of the current epoch until the packer wants no more.
 
-        RuntimeError if the pool was closed.
+        RuntimeError or CancelledError once the pool is closed; else what reading or pushing raises.
         """
         target = self.config.fill_target(self.packer.row)
         while self.place < self.share.stop and self.packer.wants(target):
@@ -375,10 +379,10 @@ class Feed:
         return FeedState(self.epoch, self.place, self.num_documents, self.read, counts, waiting)
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Resume from the JSON of `FeedState.to_json`.
+        """Resume from the JSON of `FeedState.to_json`: once, on a new feed.
 
-        The pool reads the pending documents, one group at a time. ValueError if the state does not
-        fit the data.
+        The pool reads the pending documents, one group at a time. ValueError if the state names no
+        documents of the data; if the length of one has changed, the row that needs it raises it.
         """
         what = f"cursor of lane {self.lane}, bucket {self.bucket!r}"
         check_shape(state, {**FEED, "place": int, "left": int, "waiting": [[int]]}, what)

@@ -215,7 +215,8 @@ def restore_random_states(start: Start, device: torch.device) -> None:
 
 @dataclass
 class Training:
-    """What is trained, on this rank: exactly what a snapshot stores, and what computes it."""
+    """What is trained, on this rank, and what computes it. A snapshot stores it, with the optimizer's
+    state of all ranks, and adds the states of the random generators."""
 
     settings: Settings
     model: GPT
@@ -241,11 +242,13 @@ class Training:
         return self.flops_per_token / (peak_flops * self.loader.layout.world_size)
 
     def collect(self, **more: object) -> Snapshot | None:
-        """Collective. A copy of the state of all ranks in rank 0's memory; None on the others.
-        `more`: further fields of the seal."""
+        """Collective. Set the optimizer's rates to those of the last step that counts, and copy the
+        state of all ranks into rank 0's memory; None on the others. Between steps, or after a step
+        that does not count, when some loaders are one step ahead. `more`: further fields of the
+        seal."""
         step = self.progress.step
-        # a checkpoint stores the rates of the last step before it; a step that was not applied has
-        # set its own
+        # a checkpoint stores the rates of the last step before it; a step that does not count (a rank
+        # was out of rows, or NaN) has set its own
         self.schedule.apply(self.optimizer, max(step - 1, 0))
         optimizer = self.optimizer.gather_state()
         cursors = [
@@ -280,13 +283,13 @@ class Training:
         known = [part for part in parts if part is not None]
         return f"{sum(known) % 2**64:016x}" if len(known) == len(parts) else None
 
-    def check_next_step(self, run: Start) -> None:
+    def check_next_step(self, start: Start) -> None:
         """Collective. Compare the digest of the next step with the one that the checkpoint
         predicts. ValueError if they differ. After a clean stop no step is repeated, so nothing else
         would notice that the data has changed."""
-        saved = run.state.get("next_digest")
+        saved = start.state.get("next_digest")
         digest = None if saved is None else self.next_digest()
-        on_rank0(lambda: check_digest(run.run_dir, self.progress.step, digest, saved))
+        on_rank0(lambda: check_digest(start.run_dir, self.progress.step, digest, saved))
 
 
 def no_beat(step: int, where: str) -> None: ...

@@ -341,9 +341,13 @@ def files_of_fork(parent: Parent, settings: Settings) -> Manifests:
     for bucket, manifest in pinned["train"].items():
         theirs = parent.manifests["train"].get(bucket)
         files = [entry for entry in manifest["files"] if pins_of(entry) not in evaluated]
-        if theirs is not None:  # what it trains on stays, even if it is a copy of a validation file
-            files += [entry for entry in theirs["files"] if pins_of(entry) in evaluated]
         names = {entry["name"] for entry in files}
+        # what the parent trains on stays, even if it is a copy of a validation file
+        for entry in theirs["files"] if theirs is not None else ():
+            is_copy = pins_of(entry) in evaluated and entry["name"] not in names
+            if is_copy and (as_path(manifest["root"]) / entry["name"]).exists():
+                files.append(entry)
+                names.add(entry["name"])
         if theirs is None or not names & {entry["name"] for entry in theirs["files"]}:
             train[bucket] = {**manifest, "files": files}
         else:

@@ -291,6 +291,13 @@ def test_a_validation_file_may_be_a_copy_of_a_training_file(workplace, caplog, m
         "again", step=1, parent="twice", num_iterations=3, data_path=workplace / "data", z_loss=0.1
     )
     assert files_of("again") == files_of("twice")
+    for number in range(3):
+        training.write_shard(
+            workplace / f"new/{number}.parquet", training.texts(96, seed=20 + number)
+        )
+    other = {"data_path": workplace / "new", "val_path": None}
+    fork("anew", step=1, parent="twice", num_iterations=3, **other)
+    assert files_of("anew") == ["0.parquet", "1.parquet", "2.parquet"]
 
 
 def test_validation_stays_the_same_when_files_join(workplace):
@@ -308,6 +315,8 @@ def test_other_data_begins_anew_and_validation_may_change_with_it(workplace):
     validation = workplace / "other" / "part_2.parquet"
     outcome = fork(data_path=workplace / "other", val_path=validation)
     assert "the fork does not go on with it" in outcome.out
+    completed = outcome.out.partition("completed: ")[2]
+    assert "validation bits per byte" in completed and "->" not in completed, "of another text"
     assert "from its beginning" in outcome.out
     ours = RunReader(training.run_dir("child"))
     feeds = [cursor["buckets"] for cursor in ours.nearest_cursors(AT)[1]]

@@ -32,7 +32,9 @@ from nanochat import (
 from nanochat.checkpoint import MODEL_NAME, load_checkpoint
 from nanochat.common import Stop
 from nanochat.run_dir import read_log
+from nanochat.run_facts import sentences_about
 from nanochat.run_owner import OWNER_NAME
+from nanochat.run_reader import RunReader
 from scripts import base_train, inspect_data, status
 from tests import crashes, training
 from tests.crashes import die, on_rank
@@ -188,6 +190,14 @@ def test_a_run_cannot_end_before_the_steps_that_it_has_taken(reference):
     assert "has taken 8 steps" in error and "after 5" in error and "raise --num-iterations" in error
     succeed(num_iterations=8)
     assert training.state()["status"] == "completed"
+
+
+def test_bits_per_byte_of_an_older_step_name_it(tmp_path):
+    succeed(**{**SHORT, "eval_every": 4})
+    output = succeed(**{**SHORT, "eval_every": -1, "num_iterations": 6}).out
+    assert re.search(r"validation bits per byte [0-9.]+ -> [0-9.]+ at step 4; ", output)
+    facts = sentences_about(RunReader(training.run_dir()))
+    assert any(sentence.endswith(" at step 4.") for sentence in facts), facts
 
 
 def test_a_save_never_replaces_a_checkpoint_that_the_disk_cannot_read(reference, monkeypatch):

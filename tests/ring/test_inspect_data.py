@@ -598,6 +598,15 @@ def test_a_document_that_only_an_ancestor_read_is_found_with_its_steps(without_c
     assert "the run or text (steps 0 to 14) trained on parts of 1 of the 1 document" in out
 
 
+def test_a_step_that_takes_long_is_announced(killed, monkeypatch, caplog):
+    """Regression: a step far beyond the end of a run was packed for minutes without a word."""
+    caplog.set_level("INFO")
+    monkeypatch.setattr(run_stream, "TIMED_STEPS", 1)
+    monkeypatch.setattr(run_stream, "LONG_S", 0.0)
+    run("rows", "text", "--step=30", "--json")
+    assert re.search(r"packing steps [0-9]+ to 30 takes about ", caplog.text)
+
+
 def test_the_ledger_of_a_fork_says_which_rows_are_its_own_and_which_are_not_in_it(without_code):
     """Regression: it was neither the fork's own nor that of all steps, and did not say so."""
     rows = {}  # of each bucket, in the steps before the fork

@@ -9,6 +9,7 @@ from unittest import mock
 import pytest
 
 from nanochat import spikes, trainer
+from scripts import replay
 from tests import training
 from tests.faults.test_bitwise import differences
 from tests.training import die_after_step
@@ -107,6 +108,7 @@ def test_a_step_in_which_no_target_has_a_loss_is_not_applied_and_the_run_goes_on
     assert (event["step"], event["why"], event["loss"]) == (BEFORE, "empty", None)
     assert len(training.steps("silent")) == BEFORE + SPIKE + AFTER
     assert differences("silent", "silent_on_two") == set()
+    assert replay.main(["silent", f"--check={BEFORE - 1}:{BEFORE + 2}"]) == 0
 
 
 def test_ten_spikes_in_a_row_end_the_run_with_advice(corpus):

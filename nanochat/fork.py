@@ -167,16 +167,18 @@ def branch_off(settings: Settings, parent: Parent) -> Settings:
 
 
 def note_length(settings: Settings, parent: Parent, num_iterations: int) -> Settings:
-    """The settings of a fork of `num_iterations` steps. Its record names the length if it is not
-    the parent's, because that changes the schedules, and may follow from another setting: from the
-    curriculum, say."""
+    """The settings of a fork of `num_iterations` steps. Its record names the length if and only if
+    it is not the parent's, because that changes the schedules, and may follow from another setting:
+    from the curriculum, say."""
     fork = Fork.of(settings.fork)
     assert fork is not None
     # the length that the parent had at this step
     length = parent.checkpoint.load(SCHEDULER_NAME).get("num_iterations")
-    if length in (None, num_iterations):
+    if length is None:
         return settings
-    changes = {**fork.changes, "num_iterations": [length, num_iterations]}
+    changes = {name: change for name, change in fork.changes.items() if name != "num_iterations"}
+    if length != num_iterations:
+        changes["num_iterations"] = [length, num_iterations]
     return replace(settings, fork=fork._replace(changes=changes)._asdict())
 
 

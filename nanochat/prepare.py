@@ -27,7 +27,7 @@ while others wait for its lock; without locks, two processes write the same file
 harmless. A folder that was deleted is made again.
 
     python -m nanochat.prepare            # list the folders and their sizes
-    python -m nanochat.prepare --remove   # delete those that no run began with
+    python -m nanochat.prepare --remove   # delete those that no run reads
     python -m nanochat.prepare --remove NAME    # this one, too: it is made again from the same files
 """
 
@@ -448,7 +448,7 @@ def disk_bytes(folder: Path) -> int:
 
 
 def _users(base: Path) -> defaultdict[str, list[str]]:
-    """{prepared folder: runs that began with it}."""
+    """{prepared folder: runs that read it, at their last launch}."""
     users = defaultdict[str, list[str]](list)
     for tag in list_runs():
         used = set()
@@ -469,7 +469,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--remove",
         action="store_true",
-        help="delete these folders (default: those that no run began with); launches that are running must not be "
+        help="delete these folders (default: those that no run reads); launches that are running must not be "
         "reading them",
     )
     args = parser.parse_args(argv)
@@ -509,7 +509,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for folder in chosen:
             shutil.rmtree(folder)
         kept = len(folders) - len(chosen)
-        others = "" if args.names or not kept else f", kept {kept:,} that a run began with"
+        others = "" if args.names or not kept else f", kept {kept:,} that a run reads"
         print(f"deleted {counted(len(chosen), 'folder')}{others}")
     return 0
 

@@ -28,10 +28,10 @@ from nanochat.pins import is_prepared
 from nanochat.rows import Row
 from nanochat.run_dir import is_run_dir
 from nanochat.run_reader import RunReader
-from nanochat.sources import RunData
+from nanochat.sources import Place, RunData
 from nanochat.start_run import open_run
 from nanochat.stream import AnyStream, Cursor, Stream, open_stream
-from nanochat.text import text_suffix
+from nanochat.text import PLAIN_TEXT, text_suffix
 
 log = logging.getLogger(__name__)
 
@@ -182,13 +182,18 @@ def places_in(opened: Opened, stream: AnyStream, row: Row) -> list[dict[str, Any
         }
         if opened.has_lines:
             origin = source.origin_of(group, number)
-            place["line"] = origin and origin.line
-            if origin and text_suffix(origin.file) == ".txt":  # the document is many lines of it
-                before = opened.data.tokenizer.decode(document.ids[:start].tolist())
-                place["line"] = origin.line + before.count("\n")
+            before = opened.data.tokenizer.decode(document.ids[:start].tolist())
+            place["line"] = origin and line_after(origin, before)
         documents.append(place)
         at += length
     return documents
+
+
+def line_after(document: Place, before: str) -> int:
+    """The line of the user's own file, from 1, that follows the first characters of a document."""
+    if text_suffix(document.file) in PLAIN_TEXT:  # the document is many lines of it
+        return document.line + before.count("\n")
+    return document.line
 
 
 def row_means(run: RunReader, step: int) -> list[float | None]:

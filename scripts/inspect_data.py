@@ -57,6 +57,7 @@ from nanochat.run_stream import (
     Opened,
     first_words,
     ids_of,
+    line_after,
     open_stream_of,
     places_in,
     row_means,
@@ -566,6 +567,9 @@ def show_find(opened: Opened, args: argparse.Namespace) -> int:
         passes = passes_of(opened, traced, ids, losses_of, args.text)
         uses = [use for of_epoch in passes for use in of_epoch["uses"]]
         in_a_row += any(use.get("has_text") for use in uses)
+        if origin is not None:
+            whole = opened.data.tokenizer.decode(ids.tolist())
+            text_line = line_after(origin, whole.split(args.text)[0] if args.text else "")
         if args.json:
             head = {
                 "document": document.name,
@@ -576,6 +580,7 @@ def show_find(opened: Opened, args: argparse.Namespace) -> int:
             }
             if origin is not None:
                 head["line"] = origin.line
+                head["text_line"] = text_line
             if of_run is not opened:
                 head["run"] = of_run.run.name
             print(json.dumps(finite({**head, "passes": passes}), allow_nan=False), flush=True)
@@ -585,7 +590,10 @@ def show_find(opened: Opened, args: argparse.Namespace) -> int:
             kind = f", a file of {of_run.run.name}"
         print(f"{visible(document.name)} ({document.bucket}{kind}): {visible(words)}")
         if origin is not None:
-            print(f"the document begins at line {origin.line:,} of {visible(origin.file)}")
+            where = f"the document begins at line {origin.line:,} of {visible(origin.file)}"
+            if text_line != origin.line:
+                where += f", the text at line {text_line:,}"
+            print(where)
         legends[print_passes(opened, passes, with_text=bool(args.text))] = None
         reason = remark(ancestry, traced, left_out)
         if reason:

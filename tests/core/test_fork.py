@@ -70,6 +70,16 @@ def test_its_config_records_the_parent_and_that_nothing_changes():
     assert record["tokens"] == theirs.trainer_state["tokens"]
 
 
+def test_its_record_does_not_name_a_length_that_is_its_parents():
+    """Regression: it did if the parent's length followed from another setting."""
+    ratio = {"target_param_data_ratio": 0.2}
+    training.succeed(model_tag="long", num_iterations=-1, **ratio)
+    steps = read_config(training.run_dir("long"))["derived"]["num_iterations"]
+    fork(parent="long", num_iterations=steps, **ratio)
+    assert read_config(training.run_dir("child"))["fork"]["changes"] == {}
+    assert digests("child", AT) == digests("long")[AT:]
+
+
 def test_it_begins_with_the_parents_checkpoint_and_cursors():
     fork()
     assert min(cursor_files(training.run_dir("child"))) == AT

@@ -426,7 +426,7 @@ def test_folders_that_runs_began_with_are_listed_with_them_and_not_removed_unles
     assert len(folders(base_dir)) == 3
     prepare.main(["--remove"])
     assert folders(base_dir) == with_runs
-    assert "deleted 1 folder, kept 2 that a run began with" in capsys.readouterr().out
+    assert "deleted 1 folder, kept 2 that a run reads" in capsys.readouterr().out
 
 
 def test_a_folder_that_is_linked_names_the_files_of_its_own(data, base_dir, capsys):

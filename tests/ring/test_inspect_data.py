@@ -2,6 +2,7 @@
 find, spikes and rows --sort=loss with a table of all rows of runs that were killed and resumed on
 another number of processes."""
 
+import gzip
 import json
 import re
 import shutil
@@ -209,13 +210,17 @@ def test_the_text_shows_every_end_of_a_line_and_which_tokens_have_no_loss():
     assert inspect_data.text_lines(tokenizer, row, {"at": 13, "tokens": 5}) == ["#next"]
 
 
-def test_the_part_of_a_book_in_a_row_has_its_line_in_the_file(tmp_path):
+@pytest.mark.parametrize("suffix", [".txt", ".txt.gz"])
+def test_the_part_of_a_book_in_a_row_has_its_line_in_the_file(tmp_path, suffix):
     """Regression: it was always line 1."""
     with training.workplace(tmp_path / "base"):
         (tmp_path / "books").mkdir()
         text = "".join(f"{line} is this line, \u00e9\u4e2d\r\n" for line in range(1, 999))
         for name in ("a", "b"):
-            (tmp_path / "books" / f"{name}.txt").write_text(text, newline="")
+            data = text.encode()
+            if suffix == ".txt.gz":
+                data = gzip.compress(data)
+            (tmp_path / "books" / f"{name}{suffix}").write_bytes(data)
         flags = [*FLAGS, f"--data-path={tmp_path / 'books'}", "--long-docs=split", "--overlap=2"]
         rows = json_lines("rows", "--step=9", "--text", "--json", *flags)
     for place in [place for row in rows for place in row["documents"]]:
@@ -809,6 +814,9 @@ def test_the_part_of_a_file_that_is_held_out_is_named_as_such(tmp_path):
             run("find", training.SETTINGS["model_tag"], f"--text={lines[i][:30]}") for i in (0, -1)
         )
     assert "a.txt:0 (data, validation): " in last and "a.txt:0 (data): " in first
+    number = 1 + "".join(lines[:-1]).count("\n")
+    assert f" of a.txt, the text at line {number:,}\n" in last
+    assert "the document begins at line 1 of a.txt\n" in first
     assert last.splitlines()[-1] == (
         "a part of this file that is held out for validation: the run never trains on it"
     )

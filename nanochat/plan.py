@@ -23,6 +23,7 @@ that are too long), make a plan. They keep it in RUN/plan.json for a resume. scr
 every run except those in an order of samples, which refuse to start with too few of them.
 """
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -71,7 +72,7 @@ class BucketPlan:
     max_epochs: int  # maximum number of passes; 0 = unlimited
     asked: int  # tokens that the mix requests
     trained: int  # tokens that the run receives
-    usable: int | None  # tokens available until the first lane is dry; None: more than requested
+    usable: int | None  # tokens in rows until the first lane is dry; None: more than requested
     dry_step: int | None  # the step at which the first lane is dry
     # as in nanochat.stream.ledger: of the run's rows if `exact`, else of a sample
     account: dict[str, int]
@@ -474,13 +475,13 @@ def _passes_done(stream: Stream, bucket: str) -> float:
     return max(done)
 
 
-def _rows_of_parent(begin: Sequence[Cursor]) -> dict[tuple[str, int], int]:
-    """{(bucket, lane): number of rows that a fork's parent took of it}; see `make_plan`."""
-    return {
-        (bucket, cursor["lane"]): feed["row"]
-        for cursor in begin
-        for bucket, feed in cursor["buckets"].items()
-    }
+def _rows_of_parent(begin: Sequence[Cursor]) -> Counter[str]:
+    """{bucket: number of rows that a fork's parent took of it}; see `make_plan`."""
+    rows = Counter[str]()
+    for cursor in begin:
+        for bucket, feed in cursor["buckets"].items():
+            rows[bucket] += feed["row"]
+    return rows
 
 
 def _accounts_since(
@@ -516,15 +517,15 @@ class Rehearsed(NamedTuple):
     steps: int  # the step before which the run halts, or its last one
     halt: str  # the reason, "" if it does not halt
     state: list[LaneState]  # of the stream at that step
-    usable: dict[str, int]  # {bucket that ran dry: tokens that all lanes could use}
+    usable: dict[str, int]  # {bucket that ran dry: tokens in rows of all lanes until then}
     dry_step: dict[str, int]  # {bucket that ran dry: the step at which the first lane was dry}
 
 
 def _rehearse_steps(
-    stream: Stream, n: int, steps: range, rows_before: Mapping[tuple[str, int], int]
+    stream: Stream, n: int, steps: range, rows_before: Mapping[str, int]
 ) -> Rehearsed:
     """Pack the rows of `steps`, n of each lane, until the run would halt. `rows_before`: the rows
-    of each (bucket, lane) that the run itself did not take."""
+    of each bucket that the run itself did not take."""
     usable: dict[str, int] = {}
     dry_step: dict[str, int] = {}
     state = stream.state()
@@ -544,13 +545,10 @@ def _rehearse_steps(
                     why = f"bucket {last!r} is dry"
                     ran_dry.add(last)
                 halt = halt or f"lane {lane} has no row for step {step}: {why}"
-            # the lane that had least of a bucket decides how much is usable
-            for bucket in ran_dry:
-                num_rows = stream.feeds[bucket][lane].packer.row
-                num_rows -= rows_before.get((bucket, lane), 0)
-                tokens = num_rows * stream.config.V * stream.config.T
-                usable[bucket] = min(usable.get(bucket, tokens), tokens)
-                dry_step.setdefault(bucket, step)
+            for bucket in ran_dry - dry_step.keys():
+                dry_step[bucket] = step
+                rows = sum(feed.packer.row for feed in stream.feeds[bucket].values())
+                usable[bucket] = (rows - rows_before.get(bucket, 0)) * stream.config.T
         if halt:
             return Rehearsed(step, halt, state, usable, dry_step)
         state = stream.state()

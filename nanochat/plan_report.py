@@ -192,7 +192,11 @@ def warnings(plan: Plan) -> list[str]:
             line += f" ({bucket.repeated:.0%} of them overlap)"
         if plan.crops and 0.005 < bucket.cropped <= MUCH_CROPPED:
             line += f"; {bucket.cropped:.1%} are cropped (--long-docs=split would use them)"
-        dry.append(f"{line}; fewer --lanes may use more of it")
+        if plan.allowed:
+            line += "; each lane that runs dry goes on without it (--allow-bucket-exhaustion)"
+        else:
+            line += "; fewer --lanes may use more of it"
+        dry.append(line)
     return dry + notes
 
 

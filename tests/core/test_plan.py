@@ -134,6 +134,24 @@ def test_a_resume_is_planned_from_its_cursors(tmp_path):
     both(config, sources, R=8, steps=done + 9, cursors=cursors, start=done, drop_dry=True)
 
 
+@pytest.mark.parametrize("num_documents", [7, 20, 90])
+def test_usable_is_what_rows_hold_when_the_first_lane_runs_dry(tmp_path, num_documents):
+    """Regression: it was 8 times what the poorest lane had, and a halted run trained on more."""
+    rng = np.random.default_rng(num_documents)
+    sources = {
+        name: source(tmp_path / name, [rng.integers(3, 60, n).tolist()])
+        for name, n in (("a", 400), ("b", num_documents))
+    }
+    mix = curriculum(16, 8, [10**6], [{"a": 3, "b": 1}])
+    config = StreamConfig(T=16, V=8, buffer_size=8, curriculum=mix, max_epochs=1)
+    halted = both(config, sources, R=16, steps=60)
+    bucket = halted.buckets["b"]
+    assert bucket.dry_step == halted.steps < 60
+    assert bucket.trained <= bucket.usable < bucket.trained + 16 * 16
+    allowed = both(config, sources, R=16, steps=60, drop_dry=True).buckets["b"]
+    assert allowed.dry_step == bucket.dry_step and allowed.usable <= allowed.trained
+
+
 def test_a_bucket_without_limit_or_with_far_more_than_requested_is_not_rehearsed(
     tmp_path, monkeypatch
 ):
@@ -194,6 +212,8 @@ def test_cropped_is_a_share_of_tokens_that_left_and_warnings_name_flags_that_wou
     )
     guess = dataclasses.replace(plan, estimate=True)
     assert problem(plan) and not problem(guess) and "probably runs dry" in warnings(guess)[0]
+    assert "fewer --lanes" in warnings(guess)[0]
+    assert "goes on without it" in warnings(dataclasses.replace(guess, allowed=True))[0]
 
 
 def test_the_share_without_loss_of_cropped_windows_is_that_of_their_rows(tmp_path):

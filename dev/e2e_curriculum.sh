@@ -53,7 +53,7 @@ echo "buckets: ${buckets[*]} tiny"
 shards=$work/shards
 expect 0 python -m scripts.tok_train --data-path "$text" --vocab-size 4096 --max-chars 4000000
 expect 0 python -m scripts.tok_shards --input-dir "$text" --output-dir "$shards" \
-    --tokenizer "$NANOCHAT_BASE_DIR/tokenizer" --max-length 0 --num-workers 2
+    --tokenizer "$NANOCHAT_BASE_DIR/tokenizer" --num-workers 2
 expect 0 python -m scripts.verify "$shards"
 
 cat >"$work/mix.yaml" <<YAML

@@ -50,7 +50,7 @@ tokenizer.save(str(work / "theirs" / "tokenizer.json"))
 PY
 
 python -m scripts.tok_shards --input-dir "$work/raw" --output-dir "$work/shards" --text-field page.body \
-    --val-fraction 0.1 --tokenizer "$work/theirs/tokenizer.json" --max-length 0 --num-workers 1
+    --val-fraction 0.1 --tokenizer "$work/theirs/tokenizer.json" --num-workers 1
 python -m scripts.verify "$work/shards"
 
 python -m scripts.base_train --data-path "$work/shards" --data-format shards --model-tag interop --depth 4 \

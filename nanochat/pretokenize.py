@@ -339,7 +339,7 @@ class Windows:
     window is lowered to half, with a warning. ValueError for impossible values.
     """
 
-    max_length: int = 2048
+    max_length: int = 0
     overlap_size: int = 256
 
     def __post_init__(self) -> None:

@@ -1,7 +1,7 @@
 """
 Tokenize text once, into token shards that training reads.
 
-    python -m scripts.tok_shards --input-dir=mytext --output-dir=shards --max-length=0
+    python -m scripts.tok_shards --input-dir=mytext --output-dir=shards
 
 Every text file below the input folder (all kinds that docs/data.md lists)
 becomes a pair: a file of ids and its index. RAW/BUCKET/... becomes OUT/train/BUCKET/NAME.bin and
@@ -70,9 +70,9 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--max-length",
         type=int,
-        default=None,
-        help=f"maximum number of ids per window of a long document, not counting the end-of-document "
-        f"id; 0 keeps documents whole (default: {Windows.max_length}; 0 with --format megatron)",
+        default=Windows.max_length,
+        help="cut longer documents into windows of at most this many ids, not counting the end-of-document id "
+        "(for --packing binned); 0 keeps documents whole",
     )
     parser.add_argument(
         "--overlap-size",
@@ -123,10 +123,7 @@ def check_args(args: argparse.Namespace) -> Windows:
                 f"--max-length {args.max_length} --format megatron: Megatron needs whole documents, "
                 f"because it would train twice on the ids that windows repeat; remove --max-length"
             )
-        return Windows(0)
-    return Windows(
-        Windows.max_length if args.max_length is None else args.max_length, args.overlap_size
-    )
+    return Windows(args.max_length, args.overlap_size)
 
 
 def find_inputs(data: DataPath, *, shared: bool = False) -> list[Input]:

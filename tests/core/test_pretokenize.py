@@ -328,7 +328,7 @@ def job_of(root, windows=None, tokenizer=None):
     return Pretokenizer(
         root / "out",
         find_inputs(data_at(root / "raw")),
-        windows or Windows(),
+        windows or Windows(2048, 256),
         tokenizer or describe_tokenizer(Tokenizer()),
     )
 

@@ -156,8 +156,8 @@ def _silence(data: str, silent: float, about: str) -> str:
     """Says that many tokens in rows have no loss, and what to do."""
     return (
         f"{about}{silent:.0%} of the tokens that rows take from {data} repeat the window before, and have no "
-        f"loss; use --long-docs=split, whole documents (scripts.tok_shards without --max-length), a smaller overlap, or "
-        f"a longer --max-seq-len"
+        f"loss; use --long-docs=split, whole documents (scripts.tok_shards without --max-length), a smaller overlap, "
+        f"or a longer --max-seq-len"
     )
 
 

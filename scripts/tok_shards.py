@@ -117,12 +117,11 @@ def check_args(args: argparse.Namespace) -> Windows:
         raise ValueError(
             f"--output-dir {args.output_dir}: it is also the --input-dir; name another folder"
         )
-    if args.format == "megatron":
-        if args.max_length:
-            raise ValueError(
-                f"--max-length {args.max_length} --format megatron: Megatron needs whole documents, "
-                f"because it would train twice on the ids that windows repeat; remove --max-length"
-            )
+    if args.format == "megatron" and args.max_length:
+        raise ValueError(
+            f"--max-length {args.max_length} --format megatron: Megatron needs whole documents, "
+            f"because it would train twice on the ids that windows repeat; remove --max-length"
+        )
     return Windows(args.max_length, args.overlap_size)
 
 

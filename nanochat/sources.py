@@ -215,7 +215,7 @@ def open_source(manifest: Manifest, tokenizer: Tokenizer, *, as_stored: bool = F
     if not kind.has_entries:
         raise ValueError(
             "--packing binned: this data is text, but binned packs stored tokens; convert it with "
-            "python -m scripts.tok_shards --max-length=N, or use --packing=bestfit"
+            "python -m scripts.tok_shards --max-length N, or use --packing bestfit"
         )
     return kind(manifest, tokenizer, as_stored=True)  # type: ignore[call-arg]
 

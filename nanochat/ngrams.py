@@ -65,7 +65,8 @@ def fold(text: str) -> str:
     if text.isascii():
         return text.lower()
     composed = unicodedata.normalize("NFKC", text)
-    return unicodedata.normalize("NFKC", composed.casefold())
+    folded = composed.casefold()
+    return unicodedata.normalize("NFKC", folded)
 
 
 def words_of(text: str) -> list[str]:
@@ -77,7 +78,8 @@ def words_of(text: str) -> list[str]:
 def _kinds() -> np.ndarray:
     """(0x110000,) int8: 0 for a character that is not in a word, 1 for one that is, 2 for one that
     is a word by itself."""
-    kinds = np.array([chr(code).isalnum() for code in range(0x110000)], np.int8)
+    is_word = [chr(code).isalnum() for code in range(0x110000)]
+    kinds = np.array(is_word, np.int8)
     for first, last in SPACELESS:
         kinds[first : last + 1] *= 2
     return kinds
@@ -98,10 +100,19 @@ def _range_hashes(
 ) -> np.ndarray:
     """(R,) uint64: the hashes of the ranges `begins` to `ends` - 1, each (R,), of the values
     (N,)."""
+    weighted = values.astype(np.uint64) * _powers(base, len(values))
     sums = np.zeros(len(values) + 1, np.uint64)
-    np.cumsum(values.astype(np.uint64) * _powers(base, len(values)), out=sums[1:])
-    shift_back = _powers(pow(base, -1, 2**64), len(values) + 1)
+    np.cumsum(weighted, out=sums[1:])
+    inverse = pow(base, -1, 2**64)
+    shift_back = _powers(inverse, len(values) + 1)
     return (sums[ends] - sums[begins]) * shift_back[begins]
+
+
+def _is_new(values: np.ndarray) -> np.ndarray:
+    """(N,) bool: whether each of the values (N,) differs from the one before it."""
+    is_new = np.ones(len(values), bool)
+    is_new[1:] = values[1:] != values[:-1]
+    return is_new
 
 
 class Batch:
@@ -120,10 +131,9 @@ class Batch:
 
         # a word is a run of characters of kind 1, or one of kind 2
         kinds = _kinds()[self._characters]
-        before = np.zeros_like(kinds)
-        before[1:] = kinds[:-1]
-        after = np.zeros_like(kinds)
-        after[:-1] = kinds[1:]
+        padded = np.pad(kinds, 1)
+        before = padded[:-2]
+        after = padded[2:]
         is_word = kinds > 0
         is_alone = kinds == 2
         is_first = is_word & (is_alone | (before != 1))
@@ -133,7 +143,8 @@ class Batch:
 
         # each text and its separator
         lengths = np.array([len(text) + 1 for text in folded], np.int64)
-        self.texts = np.searchsorted(np.cumsum(lengths), self.begins, side="right")
+        ends_of_texts = np.cumsum(lengths)
+        self.texts = np.searchsorted(ends_of_texts, self.begins, side="right")
         self.hashes = _range_hashes(self._characters, self.begins, self.ends, CHAR_BASE)
 
     def ngrams(self, n: int) -> tuple[np.ndarray, np.ndarray]:
@@ -142,12 +153,15 @@ class Batch:
             return np.zeros(0, np.uint64), np.zeros(0, np.int64)
         last = self.texts[n - 1 :]
         first = np.flatnonzero(self.texts[: len(last)] == last)
-        return _range_hashes(self.hashes, first, first + n, WORD_BASE), first
+        hashes = _range_hashes(self.hashes, first, first + n, WORD_BASE)
+        return hashes, first
 
     def words(self, first: int, n: int) -> list[str]:
         """The n words from word `first` on."""
-        part = self._characters[self.begins[first] : self.ends[first + n - 1]]
-        return WORD.findall(part.tobytes().decode("utf-32-le", "surrogatepass"))
+        begin = self.begins[first]
+        end = self.ends[first + n - 1]
+        encoded = self._characters[begin:end].tobytes()
+        return WORD.findall(encoded.decode("utf-32-le", "surrogatepass"))
 
 
 class Piece(NamedTuple):
@@ -208,6 +222,10 @@ class Table(NamedTuple):
     items: np.ndarray  # (G,) number of the item
     words: np.ndarray  # (G,) number of the first word in the item
 
+    def take(self, entries: np.ndarray) -> "Table":
+        """A table of some entries: their numbers, or a bool for each of them."""
+        return Table(self.hashes[entries], self.items[entries], self.words[entries])
+
 
 class Index:
     """The n-grams of a set of items.
@@ -228,8 +246,8 @@ class Index:
         # the n-grams of all items, batch by batch
         parts: dict[int, list[Table]] = {}
         for first, batch in self._item_batches():
-            counts = np.bincount(batch.texts, minlength=batch.num_texts)
-            self.num_words[first : first + batch.num_texts] = counts
+            end = first + batch.num_texts
+            self.num_words[first:end] = np.bincount(batch.texts, minlength=batch.num_texts)
             for length in range(min(n, SHORTEST), n + 1):
                 part = self._ngrams_of(batch, first, length)
                 parts.setdefault(length, []).append(part)
@@ -239,7 +257,8 @@ class Index:
         self._tables: dict[int, Table] = {}
         for length, of_length in parts.items():
             columns = [np.concatenate(column) for column in zip(*of_length)]
-            table = _without_common(_sorted(Table(*columns), of_task), of_task)
+            table = _sorted(Table(*columns), of_task)
+            table = _without_common(table, of_task)
             self.sizes += np.bincount(table.items, minlength=len(texts))
             if len(table.hashes):
                 self._tables[length] = table
@@ -264,12 +283,13 @@ class Index:
         those with just this number."""
         hashes, first = batch.ngrams(length)
         of_batch = batch.texts[first]
-        counts = self.num_words[first_item : first_item + batch.num_texts]
-        words = first - (np.cumsum(counts) - counts)[of_batch]
-        is_used = np.ones(len(first), bool)
-        if length < self.n:
-            is_used = counts[of_batch] == length
-        return Table(hashes[is_used], of_batch[is_used] + first_item, words[is_used])
+        end = first_item + batch.num_texts
+        counts = self.num_words[first_item:end]
+        words_before = np.cumsum(counts) - counts
+        table = Table(hashes, of_batch + first_item, first - words_before[of_batch])
+        if length == self.n:
+            return table
+        return table.take(counts[of_batch] == length)
 
     def find(self, texts: Sequence[str]) -> list[Shared]:
         """The items that share n-grams with a text, for each text."""
@@ -281,8 +301,9 @@ class Index:
             for length, table in self._tables.items():
                 for piece, entry in self._common_entries(batch, table, length):
                     item = int(table.items[entry])
+                    word = int(table.words[entry])
                     key = pieces[piece].text, item
-                    firsts.setdefault(key, set()).add(int(table.words[entry]))
+                    firsts.setdefault(key, set()).add(word)
                     lengths[key] = length
 
         # texts and items in order, each with the first words that they share
@@ -314,9 +335,8 @@ class Index:
             if key in compared:
                 continue
             compared.add(key)
-            for other in range(entry, len(table.hashes)):
-                if table.hashes[other] != table.hashes[entry]:
-                    break
+            end = np.searchsorted(table.hashes, table.hashes[entry], side="right")
+            for other in range(entry, int(end)):
                 item = int(table.items[other])
                 begin = int(table.words[other])
                 if self._words(item)[begin : begin + n] == words:
@@ -325,8 +345,9 @@ class Index:
 
 def _sorted(table: Table, of_task: np.ndarray) -> Table:
     """A table in the order of hashes, then of tasks, then of items."""
-    order = np.lexsort((table.items, of_task[table.items], table.hashes))
-    return Table(table.hashes[order], table.items[order], table.words[order])
+    tasks = of_task[table.items]
+    order = np.lexsort((table.items, tasks, table.hashes))  # the last key is the first
+    return table.take(order)
 
 
 def _without_common(table: Table, of_task: np.ndarray) -> Table:
@@ -336,15 +357,13 @@ def _without_common(table: Table, of_task: np.ndarray) -> Table:
     tasks = of_task[table.items]
 
     # where the next n-gram of a task begins, and within it the next item
-    is_new_ngram = np.ones(len(tasks), bool)
-    is_new_ngram[1:] = (np.diff(table.hashes) != 0) | (np.diff(tasks) != 0)
-    is_new_item = is_new_ngram.copy()
-    is_new_item[1:] |= np.diff(table.items) != 0
+    is_new_ngram = _is_new(table.hashes) | _is_new(tasks)
+    is_new_item = is_new_ngram | _is_new(table.items)
 
     # the number of items that have the n-gram of each entry
     begins = np.flatnonzero(is_new_ngram)
     num_items = np.add.reduceat(is_new_item.astype(np.int64), begins)
-    of_entry = num_items[np.cumsum(is_new_ngram) - 1]
-    limits = np.maximum(COMMON, COMMON_SHARE * np.bincount(of_task))
-    is_kept = of_entry <= limits[tasks]
-    return Table(table.hashes[is_kept], table.items[is_kept], table.words[is_kept])
+    ngram_of_entry = np.cumsum(is_new_ngram) - 1
+    share = COMMON_SHARE * np.bincount(of_task)
+    limits = np.maximum(COMMON, share)
+    return table.take(num_items[ngram_of_entry] <= limits[tasks])

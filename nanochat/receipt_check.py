@@ -118,7 +118,7 @@ def find_stretches(path: Path, name: str | None, asked: str) -> Stretches:
 def check_launches(path: Path, receipt: Mapping[str, Any], run: RunReader) -> None:
     """ValueError unless each launch of a run had the settings and the length that its receipt says:
     a replay uses those in the log."""
-    found, known = horizons_of(run), receipt["horizons"]
+    found, known = horizons_of(run.launches), receipt["horizons"]
     # later launches may train further, but not the receipt's steps with another length
     added = found[len(known) :]
     longer = [first for first, steps in added if first < receipt["steps"] and steps != known[-1][1]]

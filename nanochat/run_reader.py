@@ -73,6 +73,7 @@ EVENTS: dict[str, dict[str, object]] = {
 }
 ENDS = ("completed", "stopped", "halted", "failed")  # events that end a launch
 EVALUATION = {"step": int, "train_bpb": dict, "samples": dict}
+LOSSES = {"val_bpb", "val_loss", "unigram_bpb"}  # in an evaluation, unless it skipped them
 Table = list[tuple[Any, ...]]
 LogRecord = dict[str, Any]  # a line of the log
 
@@ -160,7 +161,11 @@ class RunReader:
     @property
     def last_config(self) -> dict[str, Any]:
         """config.json with what the newest launch had changed, such as a longer curriculum."""
-        changed = (self.launches[-1].started.get("changed") or {}) if self.launches else {}
+        return self.config_of(self.launches[-1] if self.launches else None)
+
+    def config_of(self, launch: Launch | None) -> dict[str, Any]:
+        """config.json with what a launch had changed; as it is if the launch is not known."""
+        changed = (launch.started.get("changed") or {}) if launch else {}
         return {name: changed.get(name, value) for name, value in self.config.items()}
 
     @cached_property
@@ -312,6 +317,11 @@ class RunReader:
                 launch.events.append(record)
         return launches
 
+    def launch_of(self, step: int) -> Launch | None:
+        """The last launch that took a step, None if the log has none."""
+        taken = [launch for launch in self.launches if launch.first <= step < launch.last]
+        return taken[-1] if taken else None
+
     # ---- figures, defined once for all commands ----
 
     @property
@@ -420,7 +430,27 @@ class RunReader:
     def evaluation(self) -> dict[str, Any]:
         """The results of scripts.base_eval, empty if it has not run."""
         path = self.run_dir / "eval.json"
-        return read_json(path, EVALUATION) if path.is_file() else {}
+        if not path.is_file():
+            return {}
+        evaluation = read_json(path, EVALUATION)
+        losses = evaluation.keys() & LOSSES
+        check_shape(evaluation, dict.fromkeys(losses, float | None), path)
+        return evaluation
+
+    def validation(self, step: int) -> dict[str, Any] | None:
+        """The newest validation result of the first `step` steps as {"step", "bpb", "loss"}, None if
+        there is none. "loss", in nats per token, takes the place of "bpb" where bytes are not known.
+        The result of scripts.base_eval counts if training did not evaluate after this step."""
+        logged = self.newest("val", step)
+        if logged is not None and logged["step"] == step:
+            return logged
+        evaluation = self.evaluation
+        bpb = evaluation.get("val_bpb")
+        loss = evaluation.get("val_loss")
+        is_of_this_step = evaluation.get("step") == step
+        if is_of_this_step and (bpb, loss) != (None, None):
+            return {"step": step, "bpb": bpb, "loss": loss}
+        return logged
 
     def samples(self) -> dict[str, list[str]]:
         """{time: texts that the model wrote}.
@@ -430,8 +460,9 @@ class RunReader:
         samples = {}
         for event in reversed(self.named("samples")):
             samples[f"after {event['step']:,} steps"] = event.get("texts") or []
-        for kind, texts in self.evaluation.get("samples", {}).items():
-            samples[f"at the evaluation, {kind}"] = texts
+        evaluation = self.evaluation
+        for kind, texts in evaluation.get("samples", {}).items():
+            samples[f"at the evaluation after {evaluation['step']:,} steps, {kind}"] = texts
         return samples
 
     @property

@@ -385,6 +385,15 @@ def test_the_tokens_of_a_fork_are_those_trained_in_its_time_and_one_evaluation_i
     assert f": {160 * (STEPS - 30):,} tokens of its own in " in sentence
 
 
+def test_bits_per_byte_of_an_older_step_name_it(tmp_path):
+    """Regression: "40 / 50 steps, 2.125 bits per byte", which were those of another step."""
+    made = make_run(tmp_path / "run")
+    log = made / "logs" / "train.jsonl"
+    log.write_text(log.read_text().replace('"step": 40, "bpb"', '"step": 30, "bpb"'))
+    html, _ = write([made], tmp_path / "page.html")
+    assert "bits per byte at step 30, 4.25 at first" in html
+
+
 def test_hostile_texts_stay_texts(runs, tmp_path):
     text, data = write(runs, tmp_path / "page.html")
     # without plotly's own code

@@ -143,6 +143,21 @@ def test_every_figure_is_the_one_on_disk(run):
     assert "````text\nOnce ```upon```\na time\n````" in text and "```text\nimport | os\n```" in text
 
 
+def test_an_evaluation_of_an_older_checkpoint_does_not_replace_the_final_figures(run):
+    """Regression: the row "after" had the value of the older checkpoint."""
+    write_json(run / "eval.json", {**EVALUATION, "step": 6, "core": {"core_metric": 0.25}})
+    text = make_report(RunReader(run))
+    found = rows(text)
+    assert found["validation bits per byte, after"] == [show(training.events("val")[-1]["bpb"])]
+    for figure, value in (
+        ("validation bits per byte", "2.062"),
+        ("training bits per byte, `data`", "1.938"),
+        ("CORE metric", "0.25"),
+    ):
+        assert found[f"{figure}, at step 6"] == [value] and figure not in found
+    assert "At the evaluation after 6 steps, prompted:" in text
+
+
 def test_the_command_of_every_launch_is_listed_also_of_equal_ones(run):
     """Regression: equal commands were one line, so it was unknown which launch had which."""
     command_line = training.events("started")[0]["command"]

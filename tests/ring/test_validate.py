@@ -223,12 +223,25 @@ def test_a_disk_that_is_too_small_is_an_error(workplace, monkeypatch):
         ({"save_every": 4, "save_at": "0,3,4,99"}, 5),
         ({"save_at": "0"}, 4),
         ({"save_every": 3, "save_at": "log,2*"}, 9),
+        ({"save_every": 1, "save_at": "4*", "keep_last_k": 3}, 6),
     ],
 )
 def test_the_disk_must_hold_all_checkpoints_that_the_run_keeps(workplace, changed, number):
     mix(workplace, 5, 0.01)
     _, out, _ = checked(**{"num_iterations": 10, "save_every": -1, **changed})
     assert f"the run keeps {number}\n" in out
+
+
+def test_a_fork_keeps_checkpoints_from_its_first_step_on(workplace):
+    """Regression: those of its parent's steps were counted, too."""
+    mix(workplace, 5, 0.01, allow_budget_mismatch="true")
+    training.succeed(**given(workplace, num_iterations=6, save_every=4, model_tag="old"))
+    fork = {"fork_from": "old@4", "model_tag": "new", "num_iterations": 7, "save_every": 1}
+    _, out, _ = checked(**fork)
+    training.succeed(**given(workplace, **fork))
+    names = sorted(path.name for path in (run_dir("new") / "checkpoints").iterdir())
+    assert names == ["checkpoint-4", "checkpoint-5", "checkpoint-6", "final"]
+    assert f"the run keeps {len(names)}\n" in out
 
 
 def test_a_run_with_other_settings_is_refused_as_in_training(workplace):

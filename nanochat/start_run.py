@@ -98,7 +98,7 @@ from nanochat.run_order import order_of, stream_config
 from nanochat.run_settings import build_model as build_model  # forks import it from here
 from nanochat.run_settings import derive, device_memory, how_to_extend, resolve
 from nanochat.run_settings import estimate_memory as estimate_memory
-from nanochat.schedule import Horizon
+from nanochat.schedule import HORIZON, Horizon
 from nanochat.sources import RunData, check_files, open_data, warn_of_arrivals
 from nanochat.steps import Progress
 from nanochat.stream import open_stream
@@ -371,6 +371,9 @@ def _inspect(run_dir: Path, settings: Settings, device: torch.device) -> Start:
         device_memory(device, settings.world_size),
         manifests.get("train"),
     )
+    if config.get("derived", {}).get("num_iterations") == horizon.num_iterations:
+        # such as --num-iterations with the length that a curriculum has
+        notices = {change: effect for change, effect in notices.items() if effect != HORIZON}
     if parent is not None:
         settings = note_length(settings, parent, horizon.num_iterations)
         checkpoint = first_checkpoint(parent, settings, model_config)

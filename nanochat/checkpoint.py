@@ -394,7 +394,9 @@ def read_seal(path: Path) -> dict[str, Any]:
         raise FileNotFoundError(f"{file}: missing, so this checkpoint was never finished")
     raw = file.read_bytes()
     seal = parse_json(raw, f"{file}: corrupt", {"checksum": str, "step": int, "files": dict})
-    if hash_bytes(raw.replace(seal["checksum"].encode(), NO_CHECKSUM.encode())) != seal["checksum"]:
+    checksum = seal["checksum"]
+    written = checksum.encode(errors="surrogatepass")
+    if hash_bytes(raw.replace(written, NO_CHECKSUM.encode())) != checksum:
         raise ValueError(f"{file}: corrupt (its bytes do not match the checksum in it)")
     if seal.get("format_version") != FORMAT_VERSION:
         raise ValueError(

@@ -419,7 +419,8 @@ def _read_small(path: Path | str, max_bytes: int) -> bytes:
 
 
 def _check_plain(value: object) -> None:
-    """ValueError if a value of YAML or TOML is more than JSON can hold (a date, a set), is nested
+    """ValueError if a value of YAML or TOML is more than JSON can hold (a date, a set), holds half a
+    surrogate pair, is nested
     more than MAX_LEVELS deep, or holds more than MAX_VALUES values, as aliases of YAML within
     aliases do in a few hundred bytes."""
     todo: list[tuple[object, int]] = [(value, 1)]
@@ -436,7 +437,9 @@ def _check_plain(value: object) -> None:
             inner = [*value.keys(), *value.values()]
         elif isinstance(value, list):
             inner = value
-        elif value is not None and not isinstance(value, str | int | float):
+        elif isinstance(value, str):
+            value.encode()  # fails for half a surrogate pair, which is not a character
+        elif value is not None and not isinstance(value, int | float):
             raise ValueError(
                 f"{value!s:.60} is a {type(value).__name__}, which is "
                 f"not plain text or a number; put it in quotes"

@@ -221,6 +221,8 @@ class RunReader:
         if not path.is_file():
             return {}
         plan = read_json(path, shape)
+        for phase in plan["phases"]:
+            check_shape(phase["asked"], dict.fromkeys(phase["asked"], float), f"{path}: asked")
         buckets = plan.get("buckets", {})  # not in plans of older code
         account = {"emitted": int, "padded": int, "repeated": int}
         check_shape(buckets, {name: {"account": account} for name in buckets}, path)

@@ -593,7 +593,11 @@ def open_run(
     folder = data_path and data_at(os.path.expanduser(data_path)).folder
     val_folder = val_path and data_at(os.path.expanduser(val_path)).folder
     manifests = check_files(manifests, folder or None, val_folder or None)
-    tokenizer, config = get_tokenizer(run_dir / "tokenizer"), stream_config(settings)
+    tokenizer = get_tokenizer(run_dir / "tokenizer")
+    try:
+        config = stream_config(settings)
+    except ValueError as e:
+        raise ValueError(f"{run_dir / CONFIG_NAME}: {e}") from None
     return open_data(manifests, tokenizer, as_stored=not config.framed), config, settings
 
 

@@ -564,7 +564,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         runs = open_runs(folders)
         watch = args.watch and any(run.alive for run in runs)
         out.parent.mkdir(parents=True, exist_ok=True)
-        write_bytes(args.out, make_page(runs, refresh=watch).encode())
+        text = make_page(runs, refresh=watch)
+        write_bytes(args.out, text.encode(errors="backslashreplace"))
         names = ", ".join(run.name for run in runs)
         print(f"wrote {out}: {names}", flush=True)
         if not watch:

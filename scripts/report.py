@@ -260,7 +260,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     output = args.output or run.run_dir / "report.md"
     has_stages = args.stages is not None and args.stages.is_file()
     stages = read_stages(args.stages) if has_stages else []
-    write_bytes(output, make_report(run, stages).encode())
+    write_bytes(output, make_report(run, stages).encode(errors="backslashreplace"))
     print(f"{run.name}: {run.outcome}", *result_part(run), f"report: {output}", sep="\n")
     return 0
 

@@ -136,11 +136,9 @@ def status_text(run: dict[str, Any]) -> str:
         if run["liveness"] == "alive":
             values["processes"] = processes_of(run)
     values["folder"] = run["run"]
-    lines = []
-    for name, value in values.items():
-        if value not in (None, "", "-", 0):
-            lines.append(f"{name:17}{show(value)}")
-    return "\n".join(lines)
+    shown = {name: value for name, value in values.items() if value not in (None, "", "-", 0)}
+    width = max(17, 2 + max(map(len, shown)))
+    return "\n".join(f"{name:{width}}{show(value)}" for name, value in shown.items())
 
 
 def mirror_text(run: dict[str, Any]) -> str | None:

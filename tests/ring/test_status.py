@@ -158,6 +158,7 @@ def test_one_run_at_a_glance(base, capsys):
         val_bpb=1.25,
         val_step=1000,
         phase="2 of 3",
+        skipped=1,
         ranks=ranks,
         world_size=3,
     )
@@ -177,6 +178,7 @@ def test_one_run_at_a_glance(base, capsys):
         "last checkpoint": "checkpoint-1000",
         "tokens": "647,000,000",
         "phase": "2 of 3",
+        "steps not applied": "1",
         "processes": f"3 on node1 (1), node2 (2); rank 0 has pid {os.getpid()}",
         "folder": str(path),
     }

@@ -50,6 +50,7 @@ from nanochat.stream import (
     ledger,
     token_share,
 )
+from nanochat.text import text_tokens
 
 # this many times the requested tokens suffice, even if half are cropped and lanes' shares differ
 FAR = 4
@@ -192,9 +193,14 @@ def read_plan(path: Path) -> Plan:
 
 class Sample:
     """Lengths of documents, BOS included: those of the first documents in each of up to 8 groups
-    spread over a source. The lengths in other groups are scaled by the sizes of their files, because
-    a bucket may mix books and notes. Of token files on this machine that are not large, it has all
-    lengths.
+    spread over a source. They are scaled by the sizes of files, which a manifest counts as expected
+    tokens: the sample tells how many tokens come for an expected one. So the totals do not depend on
+    a few long documents that the sample has, or lacks. Of token files on this machine that are not
+    large, it has all lengths.
+
+        file         40,000 documents of 500 expected tokens on average
+        sample       64 of its documents: 28,000 expected tokens, and 24,500 tokens
+        estimate     each of them is a document of its length x 500 / (28,000 / 64)
 
     lengths, repeated, weights    (n,) of each length: how many of its first tokens another document
                                   holds, too, and how many of the source's documents it stands for
@@ -202,7 +208,7 @@ class Sample:
     """
 
     def __init__(self, source: Source):
-        self.means = source.means
+        self.means = source.means  # expected tokens
         self.of_group: dict[int, np.ndarray] = {}
         num_tokens = int((source.groups * source.means).sum())
         is_small = num_tokens <= WHOLE_TOKENS and not any(map(is_remote, source.paths))
@@ -218,40 +224,42 @@ class Sample:
         lengths: list[np.ndarray] = []
         repeated: list[np.ndarray] = []
         weights: list[np.ndarray] = []
+
+        def add(some: np.ndarray, contexts: np.ndarray, num_documents: int) -> None:
+            lengths.append(some)
+            repeated.append(contexts)
+            weights.append(np.full(len(some), num_documents / len(some)))
+
         groups = np.flatnonzero(source.groups)
         chosen = np.linspace(0, len(groups) - 1, min(8, len(groups))).astype(int)
-        sampled = groups[chosen]
-        for group in sampled.tolist():
-            own, contexts = _read_lengths(source, group)
-            self.of_group[group] = own
-            lengths.append(own)
-            repeated.append(contexts)
-            weights.append(np.full(len(own), source.groups[group] / len(own)))
+        read = [_read_documents(source, group) for group in groups[chosen].tolist()]
+        for group, documents in zip(groups[chosen].tolist(), read):
+            num_documents = int(source.groups[group])
+            scale = 1.0
+            if len(documents.lengths) < num_documents:
+                scale = self.means[group] / documents.expected
+            self.of_group[group] = _scaled(documents.lengths, scale)
+            add(self.of_group[group], np.rint(documents.repeated * scale), num_documents)
 
-        # ratios to the mean of the file, which stand for the documents of the other groups
-        self.ratios = np.concatenate([own / self.means[g] for g, own in self.of_group.items()])
-        contexts = np.concatenate(repeated)
+        # the documents of all these groups also stand for those of the others
+        self.ratios = np.concatenate([d.lengths / d.expected for d in read])
+        contexts = np.concatenate([d.repeated / d.expected for d in read])
         others = np.delete(groups, chosen)
         alike = np.rint(np.log(self.means[others]) / ALIKE)
         for level in np.unique(alike):
             of_level = others[alike == level]
             counts = source.groups[of_level]
-            lengths.append(self._scaled(np.average(self.means[of_level], weights=counts)))
-            repeated.append(contexts)
-            weights.append(np.full(len(contexts), counts.sum() / len(contexts)))
+            mean = np.average(self.means[of_level], weights=counts)
+            add(_scaled(self.ratios, mean), np.rint(contexts * mean), int(counts.sum()))
         self.lengths = np.concatenate(lengths)
         self.repeated = np.concatenate(repeated)
         self.weights = np.concatenate(weights)
-
-    def _scaled(self, mean: float) -> np.ndarray:
-        """(n,) int64: lengths of documents in a group with this mean."""
-        return np.maximum(1, np.rint(self.ratios * mean)).astype(np.int64)
 
     def draw(self, group: int, rows: np.ndarray) -> list[int]:
         """A length for each of some documents of a group, the same at each call."""
         lengths = self.of_group.get(group)
         if lengths is None:
-            lengths = self._scaled(self.means[group])
+            lengths = _scaled(self.ratios, self.means[group])
         is_known = rows < len(self.of_group.get(group, ()))
         drawn = (rows * 7919 + group * 104729) % len(lengths)
         return lengths[np.where(is_known, rows, drawn)].tolist()
@@ -273,18 +281,36 @@ def _all_lengths(source: Source) -> tuple[np.ndarray, np.ndarray]:
     return np.array(lengths), np.array(repeated)
 
 
-def _read_lengths(source: Source, group: int) -> tuple[np.ndarray, np.ndarray]:
-    """(lengths, repeated), each (n,) int64, of the first documents in a group."""
+def _scaled(lengths: np.ndarray, scale: float) -> np.ndarray:
+    """(n,) int64: lengths times `scale`, at least 1."""
+    return np.maximum(1, np.rint(lengths * scale)).astype(np.int64)
+
+
+class Documents(NamedTuple):
+    """The first documents in a group."""
+
+    lengths: np.ndarray  # (n,) tokens, with BOS
+    repeated: np.ndarray  # (n,) how many of the first ones another document holds, too
+    expected: float  # the mean number of tokens that a manifest expects of documents of their sizes
+
+
+def _read_documents(source: Source, group: int) -> Documents:
+    """Up to SAMPLE_DOCUMENTS documents from the beginning of a group."""
     num_documents = min(SAMPLE_DOCUMENTS, int(source.groups[group]))
     at_once = max(1, SAMPLE_TOKENS // int(source.means[group]))  # books would fill the memory
     lengths: list[int] = []
     repeated: list[int] = []
+    expected: list[int] = []
     for first in range(0, num_documents, at_once):
         rows = np.arange(first, min(first + at_once, num_documents))
         for document in source.read(group, rows):
             lengths.append(len(document.ids))
             repeated.append(document.context)
-    return np.array(lengths), np.array(repeated)
+            expected.append(len(document.ids))
+            if not source.lengths_known:  # the manifest knows bytes
+                text = source.tokenizer.decode(document.ids[1:].tolist())
+                expected[-1] = text_tokens(len(text.encode()), 1)
+    return Documents(np.array(lengths), np.array(repeated), float(np.mean(expected)))
 
 
 class Lengths:

@@ -247,6 +247,25 @@ def test_a_few_books_among_many_notes_are_estimated_by_the_sizes_of_their_files(
     assert len(text.groups) > len(sample.of_group), "some groups are scaled"
 
 
+@pytest.mark.parametrize("seed", range(5))
+def test_the_tokens_of_text_do_not_depend_on_the_long_documents_of_the_sample(tmp_path, seed):
+    """Regression: the lengths of the sampled documents stood for all, and were 20 % off."""
+    rng = np.random.default_rng(seed)
+    for number in range(3):
+        sizes = np.exp(rng.normal(5, 1.5, 500)).astype(int)  # a few documents hold most tokens
+        texts = ["".join(map(chr, rng.integers(97, 123, size))) for size in sizes]
+        write_parquet(tmp_path / f"{number}.parquet", texts, group_size=500)
+    text = open_source(scan(tmp_path), Tokenizer(1000))
+    exact = sum(
+        len(document.ids)
+        for group, n in enumerate(text.groups.tolist())
+        for document in text.read(group, np.arange(n))
+    )
+    sample = Sample(text)
+    assert sample.total(sample.lengths) == pytest.approx(exact, rel=0.02)
+    assert sample.total(np.ones_like(sample.lengths)) == 1500, "documents are counted, not estimated"
+
+
 def test_text_is_estimated_from_a_sample(tmp_path):
     path = write_parquet(tmp_path / "t.parquet", some_texts(400, seed=3))
     text = open_source(scan(path.parent), Tokenizer(1000))

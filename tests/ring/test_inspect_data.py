@@ -540,7 +540,7 @@ def test_a_document_is_found_in_the_rows_that_a_run_and_its_ancestors_trained_on
     assert f"ended with step {STEPS - 1}; step {STEPS} would come after it" in caplog.text
     monkeypatch.setattr(RunReader, "parent_dir", None)
     run("find", "child", f"--document={document}")
-    assert "fork of text@15, which no longer exists: its steps are not searched" in caplog.text
+    assert "fork of text@15, which is not here: its steps are not searched" in caplog.text
 
 
 @pytest.fixture

@@ -74,6 +74,7 @@ log = logging.getLogger(__name__)
 LINES = 40  # documents that the table of a step shows
 PASSES = 16  # lines that `find` prints for a document that was read in more passes
 STEPS = 8  # rows that such a line names, if there are no more
+ITEM_DOCUMENTS, ITEM_STEPS = 4, 4  # documents of an item that --texts shows, and steps of each
 DOCUMENTS, TRACED = 20, 200  # matches that --text shows, and that it follows through the run
 OUTLIER = 4  # robust deviations above the preceding steps
 AROUND = 8  # steps before a spike that define the usual loss of a bucket
@@ -91,8 +92,9 @@ PASSES_LEGEND = """\
 epochs: passes over the data; rows: how many use it in these epochs; tokens: how many of its tokens are in them; loss:
 their mean; step:row: which rows, the first and the last of many; numbers count from 0; --json prints every row"""
 SEEN_LEGEND = """\
-shared, of: how many of the item's n-grams are in the document, and how many it has; loss before: of the row, at the
-first step that trained on the item; loss after: at the last later one; steps: those whose rows share its n-grams
+shared, of: how many of the item's n-grams are in the document, and how many it has; steps: those that trained on some
+of them in this document, -: none; loss before: of the row, at the first of these steps; loss after: at the last later
+one; first the document with most of the item, trained on or not, then others that were trained on
 n: words of an n-gram; in the data: items that share one with a training document; seen: items that the model learned
 one of; numbers count from 0, lines from 1"""
 JUDGED = ("loss", "grad_norm")  # the numbers of a step in which spikes are looked for
@@ -651,11 +653,16 @@ def print_groups(passes: Sequence[Mapping[str, Any]], *, with_text: bool) -> Non
         if with_text:
             line.append(sum(use["has_text"] for use in uses))
         names = [f"{use['step']}:{use['row']}" for use in uses]
-        if len(names) > STEPS:
-            names = [*names[: STEPS - 2], "...", names[-1]]
-        lines.append([*line, " ".join(names)])
+        lines.append([*line, " ".join(abridged(names, STEPS))])
     print(f"{len(passes):,} passes, up to {size} in a line:")
     print(*table([*columns, "step:row"], lines), sep="\n")
+
+
+def abridged(names: Sequence[str], most: int) -> Sequence[str]:
+    """At most `most` of some names: of more, the first ones, dots and the last one."""
+    if len(names) <= most:
+        return names
+    return [*names[: most - 2], "...", names[-1]]
 
 
 def print_endings(passes: Sequence[Mapping[str, Any]]) -> None:
@@ -730,24 +737,52 @@ def show_items(opened: Opened, args: argparse.Namespace) -> int:
 
 
 def print_items(results: Mapping[str, seen.TaskResult]) -> None:
-    """Print a table of the first items that were found, those that were seen first."""
+    """Print a table of the first items that were found, those that were seen first: a line per
+    document that has words of an item."""
+    found = [(label, item) for label, result in results.items() for item in result["found"]]
+    found.sort(key=lambda of_task: not seen.uses_of(of_task[1]))
     rows = []
-    for label, result in results.items():
-        for item in result["found"]:
-            uses = seen.uses_of(item)
-            before, after = seen.losses_of(item)
-            # of the documents that the steps are from, if there are steps
-            best = max(item["documents"], key=lambda found: (bool(found["uses"]), found["shared"]))
-            steps = ", ".join(str(step) for step in sorted({use["step"] for use in uses})[:WORST])
-            name = visible(best["document"]) + " (validation)" * (best["split"] != seen.TRAIN)
-            cells = [visible(label), item["line"], name, best["shared"], item["ngrams"]]
-            rows.append([*cells, steps or "-", before, after])
-    rows.sort(key=lambda row: row[5] == "-")
+    others = {}  # {number of a row: a line below it}
+    for label, item in found[:DOCUMENTS]:
+        documents = shown_documents(item)
+        for document in documents:
+            rows.append([visible(label), item["line"], *cells_of(document, item["ngrams"])])
+        hidden = [document for document in item["documents"] if document not in documents]
+        if hidden:
+            trained = sum(bool(document["uses"]) for document in hidden)
+            count = counted(len(hidden), "more document")
+            others[len(rows) - 1] = f"    and {count} ({trained} trained on; --json shows all)"
     columns = ["task", "line", "document", "shared", "of", "steps", "loss before", "loss after"]
     if rows:
-        print(*table(columns, rows[:DOCUMENTS]), sep="\n")
-    if len(rows) > DOCUMENTS:
-        print(f"{DOCUMENTS} of {len(rows):,} items; --json shows all")
+        heading, *lines = table(columns, rows)
+        print(heading)
+        for number, line in enumerate(lines):
+            print(line)
+            if number in others:
+                print(others[number])
+    if len(found) > DOCUMENTS:
+        print(f"{DOCUMENTS} of {len(found):,} items; --json shows all")
+
+
+def shown_documents(item: seen.FoundItem) -> list[seen.FoundDocument]:
+    """The documents that the table shows of an item, at most ITEM_DOCUMENTS: the one that has most
+    of it, trained on or not, and others that were trained on, those that have most of it first."""
+
+    def rank(document: seen.FoundDocument) -> tuple[int, bool, bool]:
+        return document["shared"], bool(document["uses"]), document["split"] == seen.TRAIN
+
+    closest, *others = sorted(item["documents"], key=rank, reverse=True)
+    trained = [document for document in others if document["uses"]]
+    return [closest, *trained][:ITEM_DOCUMENTS]
+
+
+def cells_of(document: seen.FoundDocument, num_ngrams: int) -> list[Any]:
+    """The cells of the table of items that are about a document. `num_ngrams`: of the item."""
+    name = visible(document["document"]) + " (validation)" * (document["split"] != seen.TRAIN)
+    steps = sorted({use["step"] for use in document["uses"]})
+    shown = abridged([str(step) for step in steps], ITEM_STEPS)
+    before, after = seen.losses_of(document)
+    return [name, document["shared"], num_ngrams, ", ".join(shown) or "-", before, after]
 
 
 # ---- the command line ---------------------------------------------------------------------------

@@ -63,7 +63,7 @@ from nanochat.run_stream import (
     row_means,
     step_digests,
 )
-from nanochat.run_uses import Ancestry, Part, Traced, content_of, fate, find_items
+from nanochat.run_uses import Ancestry, Part, Traced, content_of, find_items
 from nanochat.spikes import ENOUGH, NORMAL, WINDOW
 from nanochat.start_run import command, find_data, inspect_run
 from nanochat.stream import AnyStream, ledger
@@ -458,7 +458,8 @@ def remark(ancestry: Ancestry, traced: Traced, left_out: bool) -> str:
         return f"{what}: the run never trains on it"
     if left_out:
         steps = [use.step for one_pass in traced.passes for use in one_pass.uses]
-        if min(steps, default=opened.first_step) < opened.first_step:
+        learned_before = min(steps, default=opened.first_step) < opened.first_step
+        if learned_before or ancestry.gaps:
             return (
                 f"from step {opened.first_step:,} on, its targets are masked (--without-documents)"
             )
@@ -497,9 +498,10 @@ def named_documents(ancestry: Ancestry, args: argparse.Namespace) -> list[Traced
     used.sort(key=lambda traced: traced.first_step)
     found = used + others
     if not found:
+        unsearched = f". {ancestry.gap_sentence()}" if ancestry.gaps else ""
         raise ValueError(
             f"--text: {args.text!r} occurs in no document of the files of {ancestry.who()}; capitals, "
-            f"spaces and line breaks count"
+            f"spaces and line breaks count{unsearched}"
         )
     is_cut = next(matches, None) is not None
     if not args.json:
@@ -524,7 +526,7 @@ def matches_of(parts: Sequence[Part], text: str) -> Iterator[tuple[Part, Documen
 
 
 def passes_of(
-    opened: Opened,
+    ancestry: Ancestry,
     traced: Traced,
     ids: np.ndarray,
     losses_of: Callable[[int], list[float | None] | None],
@@ -540,7 +542,7 @@ def passes_of(
             line = use._asdict()
             line["loss"] = losses[use.row] if losses else None
             if text:  # a row may hold another part of the document, or all of it without a loss
-                decode = opened.data.tokenizer.decode
+                decode = ancestry.opened.data.tokenizer.decode
                 part = decode(ids[use.start : use.stop].tolist())
                 without_loss = decode(ids[use.start : use.start + use.off].tolist())
                 line["has_text"] = part.count(text) > without_loss.count(text)
@@ -548,7 +550,7 @@ def passes_of(
         of_epoch = asdict(one_pass)
         of_epoch["uses"] = uses
         of_epoch["cropped_after"] = one_pass.cropped_after
-        of_epoch["fate"] = fate(opened, one_pass)
+        of_epoch["fate"] = ancestry.fate(one_pass)
         passes.append(of_epoch)
     return passes
 
@@ -566,7 +568,7 @@ def show_find(opened: Opened, args: argparse.Namespace) -> int:
         of_run, split, document, _ = traced
         left_out = seen.is_masked(traced.source, document)
         ids, words, origin = content_of(of_run, traced.source, document)
-        passes = passes_of(opened, traced, ids, losses_of, args.text)
+        passes = passes_of(ancestry, traced, ids, losses_of, args.text)
         uses = [use for of_epoch in passes for use in of_epoch["uses"]]
         in_a_row += any(use.get("has_text") for use in uses)
         if origin is not None:
@@ -579,6 +581,7 @@ def show_find(opened: Opened, args: argparse.Namespace) -> int:
                 "split": split,
                 "text": words,
                 "without": left_out,
+                "not_searched": ancestry.gaps,
             }
             if origin is not None:
                 head["line"] = origin.line
@@ -602,6 +605,8 @@ def show_find(opened: Opened, args: argparse.Namespace) -> int:
             print(reason)
     if args.text and not args.json and len(shown) > 1:
         print(f"{visible(args.text)!r}: a row has all of it for {in_a_row} of these {len(shown)}")
+    if ancestry.gaps and not args.json:
+        print(ancestry.gap_sentence())
     for legend in filter(None, legends):
         print(legend)
     return 0

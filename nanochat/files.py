@@ -405,7 +405,7 @@ def _hint_for(path: AnyPath) -> str:
     if isinstance(path, Remote):
         beside = path.beside()
     elif has_parent:
-        beside = [other.name for other in path.parent.iterdir()]
+        beside = sorted(other.name for other in path.parent.iterdir())
     if hint := did_you_mean(path.name, beside):
         return hint
     if any(character in path.name for character in "*?["):

@@ -137,14 +137,14 @@ class RunReader:
 
     @cached_property
     def parent_dir(self) -> Path | None:
-        """The directory of the run's parent, None if the run is not a fork or its parent no longer
-        exists."""
+        """The directory of the run's parent, None if the run is not a fork or its parent is not
+        here, deleted or never copied to this machine."""
         if self.fork is None:
             return None
         beside = self.run_dir.parent / self.fork.run
         if (beside / CONFIG_NAME).is_file():
             return beside
-        with contextlib.suppress(OSError, ValueError):  # it no longer exists
+        with contextlib.suppress(OSError, ValueError):  # it is not here
             named, _ = find_run_at(str(self.config.get("fork_from")))
             if named.name == self.fork.run and (named / CONFIG_NAME).is_file():
                 return named

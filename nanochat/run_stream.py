@@ -71,7 +71,7 @@ class Opened:
             return "ask the run that it continues"
         stretches = run_history.history_of(self.run)
         owner = max(stretches, key=lambda stretch: (stretch.first <= step, stretch.first))
-        gone = ", which no longer exists" if owner.run is None else ""
+        gone = ", which is not here" if owner.run is None else ""
         return f"ask {owner.name}{gone}, whose step {step} it continues"
 
     @contextmanager

@@ -366,7 +366,7 @@ def test_the_card_of_a_fork_names_its_parent_its_step_and_what_changed(forks, tm
     assert "<title>mine, warm, a-fork-of-warm</title>" in text
     shutil.rmtree(forks[1])
     text, data = write(forks[2:], tmp_path / "page.html")
-    assert "(after 3,200 tokens), which no longer exists: matrix_lr" in text
+    assert "(after 3,200 tokens), which is not here: matrix_lr" in text
     assert data["runs"][0]["launches"][0]["from"]["tokens"] == 3200
 
 

@@ -159,9 +159,20 @@ class RunReader:
 
     @property
     def last_config(self) -> dict[str, Any]:
-        """config.json with what the newest launch had changed, such as a longer curriculum."""
+        """config.json with what the newest launch had changed, such as a longer curriculum, and
+        with the figures that follow from its length."""
         changed = (self.launches[-1].started.get("changed") or {}) if self.launches else {}
-        return {name: changed.get(name, value) for name, value in self.config.items()}
+        config = {name: changed.get(name, value) for name, value in self.config.items()}
+        derived = dict(self.config["derived"])
+        horizon = self.horizon
+        if horizon is not None and "total_flops" in derived:
+            added_steps = horizon - derived["num_iterations"]
+            added_tokens = added_steps * derived["tokens_per_step"]
+            derived["num_iterations"] = horizon
+            derived["total_tokens"] += added_tokens
+            derived["total_flops"] += added_tokens * derived["flops_per_token"]
+        config["derived"] = derived
+        return config
 
     @cached_property
     def manifests(self) -> dict[str, dict[str, Any]]:

@@ -513,3 +513,9 @@ def test_the_grid_has_no_empty_slot_and_points_and_raw_lines_are_visible():
         "td { overflow-wrap: break-word;" in text
     )  # `anywhere` lets a narrow table break any word
     assert "marker: { size: 8 }" in text and 'cliponaxis: series.look !== "points"' in text
+
+
+def test_runs_of_the_same_color_have_other_dashes():
+    """Regression: the ninth run had the curve of the first."""
+    looks = [page.swatch(SimpleNamespace(index=index, name="run")) for index in range(32)]  # type: ignore[arg-type]
+    assert len(set(looks)) == 32

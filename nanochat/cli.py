@@ -265,7 +265,8 @@ class Parser(argparse.ArgumentParser):
                 values = read_yaml(path)  # also JSON, which is YAML
         except OSError as e:
             folder = Path(path).parent
-            similar = did_you_mean(Path(path).name, os.listdir(folder) if folder.is_dir() else ())
+            beside = sorted(os.listdir(folder)) if folder.is_dir() else []
+            similar = did_you_mean(Path(path).name, beside)
             self.error(f"{reason_of(e)}{similar or '; expected a file of flags'}")
         except (ValueError, RecursionError) as e:
             self.error(f"{' '.join(str(e).split())[:150]}; expected YAML, or TOML in a .toml file")
@@ -375,9 +376,14 @@ def whole(least: int, *, also: int | None = None) -> Callable[[str], int]:
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """The end of an error about an unknown name: the most similar known name, or '' if none is
-    similar."""
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.7)
-    return f"; did you mean {close[0]}?" if close else ""
+    similar. Of several that are equally similar, it is the first."""
+
+    def similarity(other: str) -> float:
+        return difflib.SequenceMatcher(None, other, name).ratio()
+
+    closest = max(known, key=similarity, default="")
+    is_similar = closest and similarity(closest) >= 0.7
+    return f"; did you mean {closest}?" if is_similar else ""
 
 
 # ---- small files that users write ---------------------------------------------------------------

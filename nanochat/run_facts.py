@@ -98,7 +98,7 @@ def fork_sentences(run: RunReader, *, paths: bool = True) -> list[str]:
     fork = run.fork
     if fork is None:
         return []
-    gone = "" if run.parent_dir else ", which no longer exists"
+    gone = "" if run.parent_dir else ", which is not here"
     begin = f"{fork.place} (after {fork.tokens:,} tokens)"
     changes = fork.changes
     if not paths:

@@ -138,14 +138,14 @@ class RunReader:
 
     @cached_property
     def parent_dir(self) -> Path | None:
-        """The directory of the run's parent, None if the run is not a fork or its parent no longer
-        exists."""
+        """The directory of the run's parent, None if the run is not a fork or its parent is not
+        here, deleted or never copied to this machine."""
         if self.fork is None:
             return None
         beside = self.run_dir.parent / self.fork.run
         if (beside / CONFIG_NAME).is_file():
             return beside
-        with contextlib.suppress(OSError, ValueError):  # it no longer exists
+        with contextlib.suppress(OSError, ValueError):  # it is not here
             named, _ = find_run_at(str(self.config.get("fork_from")))
             if named.name == self.fork.run and (named / CONFIG_NAME).is_file():
                 return named
@@ -160,13 +160,26 @@ class RunReader:
 
     @property
     def last_config(self) -> dict[str, Any]:
-        """config.json with what the newest launch had changed, such as a longer curriculum."""
+        """config.json as `config_of` the newest launch."""
         return self.config_of(self.launches[-1] if self.launches else None)
 
     def config_of(self, launch: Launch | None) -> dict[str, Any]:
-        """config.json with what a launch had changed; as it is if the launch is not known."""
-        changed = (launch.started.get("changed") or {}) if launch else {}
-        return {name: changed.get(name, value) for name, value in self.config.items()}
+        """config.json with what a launch had changed, such as a longer curriculum, and with the figures
+        that follow from its length; as it is if the launch is not known."""
+        if launch is None:
+            return self.config
+        changed = launch.started.get("changed") or {}
+        config = {name: changed.get(name, value) for name, value in self.config.items()}
+        derived = dict(self.config["derived"])
+        horizon = launch.started.get("num_iterations")
+        if isinstance(horizon, int) and "total_flops" in derived:
+            added_steps = horizon - derived["num_iterations"]
+            added_tokens = added_steps * derived["tokens_per_step"]
+            derived["num_iterations"] = horizon
+            derived["total_tokens"] += added_tokens
+            derived["total_flops"] += added_tokens * derived["flops_per_token"]
+        config["derived"] = derived
+        return config
 
     @cached_property
     def manifests(self) -> dict[str, dict[str, Any]]:

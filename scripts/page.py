@@ -323,7 +323,8 @@ def folded_card(title: str, content: str, *, is_open: bool) -> str:
 
 def swatch(run: Run) -> str:
     """The name of a run, behind its color."""
-    return f'<span class="swatch c{run.index % 8}"></span><b>{escape(run.name)}</b>'
+    line, color = divmod(run.index, 8)  # as in page.html: eight colors, then dashed lines
+    return f'<span class="swatch c{color} d{line % 4}"></span><b>{escape(run.name)}</b>'
 
 
 def pill(run: Run) -> str:

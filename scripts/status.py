@@ -19,7 +19,7 @@ Forks are listed below their parent, with the step at which they branch off and 
     mine      completed
       warm    completed       @10: matrix_lr 0.02 -> 0.01
         hot   running         @20: matrix_lr 0.01 -> 0.04
-    lost      completed       old@500 (no longer exists): nothing changed
+    lost      completed       old@500 (not here): nothing changed
 """
 
 import argparse
@@ -91,7 +91,7 @@ def fork_text(run: dict[str, Any], *, below_parent: bool = False) -> str | None:
         return None
     fork = Fork(**run["fork"])
     place = f"@{fork.step:,}" if below_parent else fork.place
-    note = "" if run["parent"] else " (no longer exists)"
+    note = "" if run["parent"] else " (not here)"
     return f"{place}{note}: {changes_text(fork.changes)}"
 
 

@@ -7,7 +7,7 @@ Checks configuration, files, tokenizer, an existing run of the same name, and di
 prints the plan: how much each phase takes from each bucket, how much the bucket has, how much of
 that is usable before the first lane runs dry; the number of passes; the cropped, repeated and
 padded tokens; and the exact step at which a bucket runs dry. The plan is exact for token files,
-whose documents have known lengths; for text it is an estimate from a sample, with which training
+and for text of up to about 32 MB; for more it is an estimate from a sample, with which training
 starts even if it shows a halt.
 
 With --decontaminate, it also searches the run's files for the items of a benchmark, and lists the

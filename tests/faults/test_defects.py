@@ -156,11 +156,8 @@ PLAN = {
 }
 EMPTY_PLAN = json.dumps({**PLAN, "phases": [], "buckets": {}})
 ACCOUNT = ("read", "bos", "emitted", "cropped", "repeated", "padded", "rows", "documents")
-BUCKET = {
-    **dict.fromkeys(BucketPlan.__annotations__, 1),
-    "exact": True,
-    "account": dict.fromkeys(ACCOUNT, 1),
-}
+BUCKET = {name: kind is bool or 1 for name, kind in BucketPlan.__annotations__.items()}
+BUCKET["account"] = dict.fromkeys(ACCOUNT, 1)
 PHASE = {"first_step": 0, "tokens": 1, "asked": {"web": "1"}}
 TEXT_IN_PLAN = json.dumps({**PLAN, "phases": [PHASE], "buckets": {"web": BUCKET}})
 

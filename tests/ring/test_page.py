@@ -366,7 +366,7 @@ def test_the_card_of_a_fork_names_its_parent_its_step_and_what_changed(forks, tm
     assert "<title>mine, warm, a-fork-of-warm</title>" in text
     shutil.rmtree(forks[1])
     text, data = write(forks[2:], tmp_path / "page.html")
-    assert "(after 3,200 tokens), which no longer exists: matrix_lr" in text
+    assert "(after 3,200 tokens), which is not here: matrix_lr" in text
     assert data["runs"][0]["launches"][0]["from"]["tokens"] == 3200
 
 
@@ -522,3 +522,9 @@ def test_the_grid_has_no_empty_slot_and_points_and_raw_lines_are_visible():
         "td { overflow-wrap: break-word;" in text
     )  # `anywhere` lets a narrow table break any word
     assert "marker: { size: 8 }" in text and 'cliponaxis: series.look !== "points"' in text
+
+
+def test_runs_of_the_same_color_have_other_dashes():
+    """Regression: the ninth run had the curve of the first."""
+    looks = [page.swatch(SimpleNamespace(index=index, name="run")) for index in range(32)]  # type: ignore[arg-type]
+    assert len(set(looks)) == 32

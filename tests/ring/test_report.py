@@ -158,6 +158,21 @@ def test_an_evaluation_of_an_older_checkpoint_does_not_replace_the_final_figures
     assert "At the evaluation after 6 steps, prompted:" in text
 
 
+def test_a_run_that_was_lengthened_has_the_figures_of_its_new_length(copied):
+    """Regression: those that follow from the settings were those of the first launch."""
+    before = RunReader(training.run_dir()).last_config["derived"]
+    training.succeed(num_iterations=STEPS + 2)
+    run = RunReader(training.run_dir())
+    added = 2 * before["tokens_per_step"]
+    expected = {
+        "num_iterations": STEPS + 2,
+        "total_tokens": before["total_tokens"] + added,
+        "total_flops": before["total_flops"] + added * before["flops_per_token"],
+    }
+    assert run.last_config["derived"] == {**before, **expected}
+    assert f"| total_tokens | {show(expected['total_tokens'])} |" in make_report(run)
+
+
 def test_the_command_of_every_launch_is_listed_also_of_equal_ones(run):
     """Regression: equal commands were one line, so it was unknown which launch had which."""
     command_line = training.events("started")[0]["command"]

@@ -7,13 +7,12 @@ import shutil
 import signal
 import threading
 import time
-from functools import partial
 
 import pyarrow.parquet as pq
 import pytest
 
 from nanochat import prepare
-from nanochat.common import Stop, stops_if
+from nanochat.common import Stop, check_stop, stops_if
 from nanochat.files import data_at
 from nanochat.pins import fingerprint, read_manifests
 from nanochat.sources import check, check_files, open_source, scan, warn_of_arrivals
@@ -490,8 +489,16 @@ def test_sigterm_ends_a_launch_that_prepares_its_text_and_leaves_no_run(tmp_path
 
 
 def sigterm_in_the_second_group():
+    """A thread prepares the file: it goes on only when the main thread has seen the signal."""
+
+    def send_and_await() -> None:
+        training.send(signal.SIGTERM)
+        for _ in range(1000):
+            check_stop()
+            time.sleep(0.01)
+
     prepare.GROUP_DOCUMENTS = 8
-    training.before("nanochat.prepare._columns", 2, partial(training.send, signal.SIGTERM))
+    training.before("nanochat.prepare._columns", 2, send_and_await)
 
 
 def test_a_run_on_jsonl_resumes_with_the_same_digests_after_its_folder_is_removed(tmp_path, capsys):

@@ -441,7 +441,7 @@ def print_spike(line: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> N
 # ---- from a document to its steps ----------------------------------------------------------------
 
 
-def remark(ancestry: Ancestry, traced: Traced, left_out: bool) -> str:
+def remark(ancestry: Ancestry, traced: Traced) -> str:
     """Why a run does not learn from a document; empty if it does, or if the passes give the
     reason."""
     opened = traced.opened
@@ -456,10 +456,8 @@ def remark(ancestry: Ancestry, traced: Traced, left_out: bool) -> str:
             else "a validation document"
         )
         return f"{what}: the run never trains on it"
-    if left_out:
-        steps = [use.step for one_pass in traced.passes for use in one_pass.uses]
-        learned_before = min(steps, default=opened.first_step) < opened.first_step
-        if learned_before or ancestry.gaps:
+    if traced.is_left_out:
+        if traced.steps or ancestry.gaps:
             return (
                 f"from step {opened.first_step:,} on, its targets are masked (--without-documents)"
             )
@@ -489,13 +487,13 @@ def named_documents(ancestry: Ancestry, args: argparse.Namespace) -> list[Traced
     matches = matches_of([*parts.values()], args.text)
     for part, document in islice(matches, TRACED):
         traced = ancestry.trace(part, document)
-        if traced.is_used:
+        if traced.steps:
             used.append(traced)
         else:
             others.append(traced)
         if len(used) == DOCUMENTS:
             break
-    used.sort(key=lambda traced: traced.first_step)
+    used.sort(key=lambda traced: traced.steps[0])
     found = used + others
     if not found:
         unsearched = f". {ancestry.gap_sentence()}" if ancestry.gaps else ""
@@ -506,12 +504,14 @@ def named_documents(ancestry: Ancestry, args: argparse.Namespace) -> list[Traced
     is_cut = next(matches, None) is not None
     if not args.json:
         first = "first " if is_cut else ""
+        num_left_out = sum(traced.is_left_out for traced in others)
+        masked = f" ({num_left_out:,} left out by --without-documents)" if num_left_out else ""
         end = "; the search stopped there" if is_cut else ""
         if is_cut or len(found) > DOCUMENTS:
             end += f"; at most {DOCUMENTS} are listed"
         print(
             f"{visible(args.text)!r}: {ancestry.who()} trained on parts of {len(used)} of the {first}"
-            f"{counted(len(found), 'document')} containing it{end}"
+            f"{counted(len(found), 'document')} containing it{masked}{end}"
         )
     return found[:DOCUMENTS]
 
@@ -566,7 +566,6 @@ def show_find(opened: Opened, args: argparse.Namespace) -> int:
     in_a_row = 0  # documents of which a row has all of the text
     for traced in shown:
         of_run, split, document, _ = traced
-        left_out = seen.is_masked(traced.source, document)
         ids, words, origin = content_of(of_run, traced.source, document)
         passes = passes_of(ancestry, traced, ids, losses_of, args.text)
         uses = [use for of_epoch in passes for use in of_epoch["uses"]]
@@ -580,7 +579,7 @@ def show_find(opened: Opened, args: argparse.Namespace) -> int:
                 "bucket": document.bucket,
                 "split": split,
                 "text": words,
-                "without": left_out,
+                "without": traced.is_left_out,
                 "not_searched": ancestry.gaps,
             }
             if origin is not None:
@@ -600,7 +599,7 @@ def show_find(opened: Opened, args: argparse.Namespace) -> int:
                 where += f", the text at line {text_line:,}"
             print(where)
         legends[print_passes(opened, passes, with_text=bool(args.text))] = None
-        reason = remark(ancestry, traced, left_out)
+        reason = remark(ancestry, traced)
         if reason:
             print(reason)
     if args.text and not args.json and len(shown) > 1:

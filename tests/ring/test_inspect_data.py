@@ -591,6 +591,19 @@ def test_a_fork_without_its_parent_may_have_learned_what_it_masks_itself(orphan)
     assert "from step 15 on, its targets are masked" in out and NOT_SEARCHED in out
 
 
+def test_a_run_has_not_trained_on_a_text_that_it_left_out(killed, monkeypatch):
+    """Regression: the first line said "trained on", the last one "never learned to predict it"."""
+    text, _ = opened("text")
+    words = [*text.data.train["code"].texts(0)][3]
+    for source in text.data.train.values():
+        for group in range(len(source.groups)):
+            source.without[group] = np.array([words in of for of in source.texts(group)])
+    monkeypatch.setattr(inspect_data, "open_named_stream", lambda args: text)
+    out = run("find", "text", f"--text={words}")
+    assert re.search("trained on parts of 0 of the ([0-9]+) documents .*\\(\\1 left out by", out)
+    assert "epoch  step" in out and "never learned to predict it" in out
+
+
 @pytest.fixture
 def without_code(killed):
     """A fork of the run "text" that leaves out its bucket `code`; the documents of that bucket that

@@ -73,6 +73,7 @@ log = logging.getLogger(__name__)
 
 LINES = 40  # documents that the table of a step shows
 PASSES = 16  # lines that `find` prints for a document that was read in more passes
+ROWS = 40  # rows that it lists; of a document in more rows, lines sum them up, too
 STEPS = 8  # rows that such a line names, if there are no more
 ITEM_DOCUMENTS, ITEM_STEPS = 4, 4  # documents of an item that --texts shows, and steps of each
 DOCUMENTS, TRACED = 20, 200  # matches that --text shows, and that it follows through the run
@@ -88,9 +89,9 @@ epoch: pass over the data; start, stop: its tokens from start to before stop; of
 FIND_LEGEND = """\
 epoch: pass over the data; row: its number in the step; lane: the virtual reader; start, stop: its tokens from start
 to before stop are in the row; loss: the row's mean; numbers count from 0"""
-PASSES_LEGEND = """\
-epochs: passes over the data; rows: how many use it in these epochs; tokens: how many of its tokens are in them; loss:
-their mean; step:row: which rows, the first and the last of many; numbers count from 0; --json prints every row"""
+GROUPS_LEGEND = """\
+epochs: passes over the data; rows: how many use it; tokens: how many of its tokens are in them; loss: their mean;
+step:row: which rows, the first and the last of many; numbers count from 0; --json prints every row"""
 SEEN_LEGEND = """\
 shared, of: how many of the item's n-grams are in the document, and how many it has; steps: those that trained on some
 of them in this document, -: none; loss before: of the row, at the first of these steps; loss after: at the last later
@@ -613,21 +614,29 @@ def show_find(opened: Opened, args: argparse.Namespace) -> int:
 
 def print_passes(opened: Opened, passes: list[dict[str, Any]], *, with_text: bool) -> str:
     """Print the rows that used a document, and what became of its other tokens: a line per row, or,
-    of more than PASSES passes, a line for several passes. Returns the legend; "" without rows."""
-    used = [of_epoch for of_epoch in passes if of_epoch["uses"]]
+    of more than ROWS rows or PASSES passes, a line for several. Returns the legend; "" without
+    rows."""
+    used = [of_epoch["uses"] for of_epoch in passes if of_epoch["uses"]]
     if opened.run.outcome == "completed":  # leave out epochs that the run may never have begun
         passes = [of_epoch for i, of_epoch in enumerate(passes) if of_epoch["uses"] or i == 0]
     if len(used) > PASSES:
-        print_groups(used, with_text=with_text)
+        size = -(-len(used) // PASSES)
+        print(f"{len(used):,} passes, up to {size} in a line:")
+        groups = [[use for uses in part for use in uses] for part in in_parts(used, size)]
+        print_groups(groups, with_text=with_text)
         print_endings(passes)
-        return PASSES_LEGEND
+        return GROUPS_LEGEND
 
-    columns = ["epoch", "step", "row", "lane", "start", "stop", "loss"]
-    uses = [use for of_epoch in used for use in of_epoch["uses"]]
+    uses = [use for of_epoch in used for use in of_epoch]
     with_it = [use for use in uses if with_text and use["has_text"]]
     shown = with_it or uses
-    lines = [[use[name] for name in columns] for use in shown]
-    if lines:
+    legend = FIND_LEGEND if shown else ""
+    if len(shown) > ROWS:
+        print_summed_up(shown, with_text=with_text)
+        legend = GROUPS_LEGEND
+    elif shown:
+        columns = ["epoch", "step", "row", "lane", "start", "stop", "loss"]
+        lines = [[use[name] for name in columns] for use in shown]
         print(*table(columns, lines), sep="\n")
     others = len(uses) - len(with_it)
     if with_it and others:
@@ -637,28 +646,40 @@ def print_passes(opened: Opened, passes: list[dict[str, Any]], *, with_text: boo
     for ending, same in groupby(passes, key=lambda of_epoch: of_epoch["fate"]):
         if ending:
             print(f"{epochs_text([*same])}: {ending}")
-    return FIND_LEGEND if lines else ""
+    return legend
 
 
-def print_groups(passes: Sequence[Mapping[str, Any]], *, with_text: bool) -> None:
-    """Print a table of at most PASSES lines, which sum up the rows of all passes."""
+def print_summed_up(uses: Sequence[Mapping[str, Any]], *, with_text: bool) -> None:
+    """Print a table that sums up the rows of at most PASSES passes, in fewer than twice as many
+    lines: each line is about rows of one pass."""
+    by_epoch = [[*same] for _, same in groupby(uses, key=lambda use: use["epoch"])]
+    size = -(-len(uses) // PASSES)
+    groups = [group for of_epoch in by_epoch for group in in_parts(of_epoch, size)]
+    print(f"{len(uses):,} rows, up to {size} in a line:")
+    print_groups(groups, with_text=with_text)
+
+
+def in_parts(members: Sequence[Any], size: int) -> list[Sequence[Any]]:
+    """The members in parts of `size`, of which the last one may be smaller."""
+    return [members[at : at + size] for at in range(0, len(members), size)]
+
+
+def print_groups(groups: Sequence[Sequence[Mapping[str, Any]]], *, with_text: bool) -> None:
+    """Print a table with a line per group of rows, which sums them up."""
     columns = ["epochs", "rows", "tokens", "loss"]
     if with_text:
         columns.append("has_text")
-    size = -(-len(passes) // PASSES)
     lines = []
-    for first in range(0, len(passes), size):
-        group = passes[first : first + size]
-        uses = [use for of_epoch in group for use in of_epoch["uses"]]
+    for uses in groups:
+        epochs = sorted({use["epoch"] for use in uses})
         tokens = sum(use["stop"] - use["start"] for use in uses)
         losses = [use["loss"] for use in uses if use["loss"] is not None]
         loss = math.fsum(losses) / len(losses) if losses else None
-        line = [ranges([of_epoch["epoch"] for of_epoch in group]), len(uses), tokens, loss]
+        line = [ranges(epochs), len(uses), tokens, loss]
         if with_text:
             line.append(sum(use["has_text"] for use in uses))
         names = [f"{use['step']}:{use['row']}" for use in uses]
         lines.append([*line, " ".join(abridged(names, STEPS))])
-    print(f"{len(passes):,} passes, up to {size} in a line:")
     print(*table([*columns, "step:row"], lines), sep="\n")
 
 

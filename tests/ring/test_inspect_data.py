@@ -831,7 +831,7 @@ def test_64_passes_over_a_document_are_16_lines_that_name_every_row(capsys):
     (head, columns, *lines), legend = shown_passes(capsys, passes, with_text=True)
     assert head == "64 passes, up to 4 in a line:"
     assert columns.split() == ["epochs", "rows", "tokens", "loss", "has_text", "step:row"]
-    assert len(lines) == inspect_data.PASSES and legend == inspect_data.PASSES_LEGEND
+    assert len(lines) == inspect_data.PASSES and legend == inspect_data.GROUPS_LEGEND
     assert re.sub(" +", " ", lines[1].strip()) == "4 to 7 4 80 3.914 4 40:0 50:0 60:0 70:0"
     named = [word for line in lines for word in line.split() if ":" in word]
     assert named == [f"{10 * epoch}:0" for epoch in range(64)]
@@ -858,6 +858,24 @@ def test_a_document_that_was_read_in_16_passes_has_a_line_per_row(capsys):
     (columns, *lines), legend = shown_passes(capsys, passes)
     assert columns.split() == ["epoch", "step", "row", "lane", "start", "stop", "loss"]
     assert len(lines) == 32 and legend == inspect_data.FIND_LEGEND
+
+
+def test_the_many_rows_of_a_book_are_summed_up(capsys):
+    """Regression: a book had a line per row, which were hundreds."""
+    passes = [a_pass(epoch, rows=100) for epoch in range(3)]
+    (head, columns, *lines), legend = shown_passes(capsys, passes)
+    assert head == "300 rows, up to 19 in a line:" and legend == inspect_data.GROUPS_LEGEND
+    assert columns.split() == ["epochs", "rows", "tokens", "loss", "step:row"]
+    cells = [line.split() for line in lines]
+    assert len(cells) <= inspect_data.PASSES + 3 and {of[0] for of in cells} == {"0", "1", "2"}
+    assert sum(int(of[1]) for of in cells) == 300 and sum(int(of[2]) for of in cells) == 6000
+    assert lines[0].endswith("0:0 0:1 0:2 0:3 0:4 0:5 ... 0:18")
+
+
+def test_of_a_book_the_rows_that_hold_a_text_are_listed_and_others_counted(capsys):
+    (_, *lines), _ = shown_passes(capsys, [a_pass(0, rows=100)], with_text=True)
+    assert len(lines) == 2 and lines[0].split()[:3] == ["0", "0", "0"]
+    assert lines[1] == "not listed: 99 rows with other parts of the document"
 
 
 def test_documents_that_a_run_does_not_learn_from_are_reported(killed, monkeypatch):

@@ -872,8 +872,8 @@ def add_find_flags(parser: Parser) -> None:
         "--texts",
         action="append",
         metavar="FILE[:FIELD]",
-        help="find all documents that share n-grams of words with the items of a benchmark, a jsonl file "
-        f"(default FIELD: {seen.TEXT_FIELD}); may be repeated",
+        help="find all documents that share n-grams of words with the items of a benchmark, a jsonl or "
+        f"parquet file (default FIELD: {seen.TEXT_FIELD}); may be repeated",
     )
     named.add_argument("--core", action="store_true", help="the same for the tasks of CORE")
     parser.add_argument(

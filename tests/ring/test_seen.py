@@ -277,6 +277,25 @@ def test_a_fork_has_seen_what_its_parent_had_before(checked, copied, caplog):
     assert "is a fork of run@4, which is not here" in caplog.text
 
 
+def test_validation_text_in_parquet_is_a_benchmark(finished, copied, tmp_path):
+    """Regression: only jsonl was read, so nothing told whether the data had validation text, too."""
+    files = finished / "data"
+    [validation] = [file for file in files.iterdir() if file.name == "shard_3.parquet"]
+    texts = column(finished, validation.name)
+    lines = json_lines("find", "run", f"--texts={validation}", f"--ngram={N}")
+    trained = set()
+    for file in files.glob("*.parquet"):
+        if file != validation:
+            trained |= set().union(*map(ngrams_of, column(finished, file.name)))
+    found = {
+        item["line"] for item in lines[:-1] if any(d["split"] == "train" for d in item["documents"])
+    }
+    assert found == {line for line, text in enumerate(texts, 1) if ngrams_of(text) & trained}
+    assert 0 < len(found) < lines[-1]["items"] == len(texts)
+    outcome = command(inspect_data.main, "find", "run", f"--texts={validation}:body")
+    assert outcome.code == 1 and "body" in outcome.err and outcome.err.count("\n") == 1
+
+
 def test_the_tasks_of_core_are_read_from_a_bundle(checked, tmp_path):
     bundle = make_eval_bundle(tmp_path / "bundle", num_items=20)
     lines = json_lines("find", "run", "--core", f"--eval-bundle={bundle}")

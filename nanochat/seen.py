@@ -244,6 +244,12 @@ def uses_of(item: FoundItem) -> list[ItemUse]:
     return by_step(use for document in item["documents"] for use in document["uses"])
 
 
+def share_in_training(item: FoundItem) -> float:
+    """The share of an item's n-grams that are in one training document, the one with most of it."""
+    of_training = [found["shared"] for found in item["documents"] if found["split"] == TRAIN]
+    return max(of_training, default=0) / item["ngrams"]
+
+
 def by_step(uses: Iterable[ItemUse]) -> list[ItemUse]:
     """Rows in the order of their steps."""
     return sorted(uses, key=lambda use: (use["step"], use["row"]))

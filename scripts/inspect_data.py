@@ -95,7 +95,8 @@ step:row: which rows, the first and the last of many; numbers count from 0; --js
 SEEN_LEGEND = """\
 shared, of: how many of the item's n-grams are in the document, and how many it has; steps: those that trained on some
 of them in this document, -: none; loss before: of the row, at the first of these steps; loss after: at the last later
-one; first the document with most of the item, trained on or not, then others that were trained on
+one; items of which a training document has the largest share come first; of an item, the training document with most of
+it, trained on or not, then others that were trained on
 n: words of an n-gram; in the data: items that share one with a training document; seen: items that the model learned
 one of; numbers count from 0, lines from 1"""
 JUDGED = ("loss", "grad_norm")  # the numbers of a step in which spikes are looked for
@@ -762,10 +763,16 @@ def show_items(opened: Opened, args: argparse.Namespace) -> int:
 
 
 def print_items(results: Mapping[str, seen.TaskResult]) -> None:
-    """Print a table of the first items that were found, those that were seen first: a line per
-    document that has words of an item."""
+    """Print a table of the first items that were found: a line per document that has words of an
+    item. First come the items of which a training document has the largest share; of equal shares,
+    those that were seen."""
     found = [(label, item) for label, result in results.items() for item in result["found"]]
-    found.sort(key=lambda of_task: not seen.uses_of(of_task[1]))
+
+    def rank(of_task: tuple[str, seen.FoundItem]) -> tuple[float, bool]:
+        _, item = of_task
+        return seen.share_in_training(item), bool(seen.uses_of(item))
+
+    found.sort(key=rank, reverse=True)
     rows = []
     others = {}  # {number of a row: a line below it}
     for label, item in found[:DOCUMENTS]:
@@ -790,11 +797,12 @@ def print_items(results: Mapping[str, seen.TaskResult]) -> None:
 
 
 def shown_documents(item: seen.FoundItem) -> list[seen.FoundDocument]:
-    """The documents that the table shows of an item, at most ITEM_DOCUMENTS: the one that has most
-    of it, trained on or not, and others that were trained on, those that have most of it first."""
+    """The documents that the table shows of an item, at most ITEM_DOCUMENTS: the training document
+    that has most of it, trained on or not, and others that were trained on, those that have most of
+    it first. A validation document is shown only if there is no other."""
 
-    def rank(document: seen.FoundDocument) -> tuple[int, bool, bool]:
-        return document["shared"], bool(document["uses"]), document["split"] == seen.TRAIN
+    def rank(document: seen.FoundDocument) -> tuple[bool, int, bool]:
+        return document["split"] == seen.TRAIN, document["shared"], bool(document["uses"])
 
     closest, *others = sorted(item["documents"], key=rank, reverse=True)
     trained = [document for document in others if document["uses"]]

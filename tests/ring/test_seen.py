@@ -175,8 +175,26 @@ def test_the_first_line_of_an_item_is_the_document_that_has_most_of_it(capsys):
     ]
     first, second, _ = shown_items(capsys, item)
     assert first == "q 1 a:4 9 81 5 - -" and second == "q 1 a:2 1 81 3 - -"
-    first, _ = shown_items(capsys, [item[0], item[2]])
-    assert first == "q 1 b:1 (validation) 9 81 - - -"
+
+
+def test_a_training_document_of_an_item_comes_before_one_of_validation(capsys):
+    """Regression: of validation text, the first line named the validation document itself."""
+    of_validation = a_document("b:1", 81, split="validation")
+    lines = shown_items(capsys, [of_validation, a_document("a:2", 1)])
+    assert lines[0] == "q 1 a:2 1 81 - - -"
+    assert shown_items(capsys, [of_validation]) == ["q 1 b:1 (validation) 81 81 - - -"]
+
+
+def test_the_items_with_the_largest_share_come_first_and_of_equal_shares_those_seen(capsys):
+    """Regression: one that was seen with 1 of 81 n-grams came before one with 80 in the data."""
+    lines = shown_items(
+        capsys,
+        [a_document("b:1", 81, split="validation")],
+        [a_document("a:1", 1, (3, 2.5))],
+        [a_document("a:2", 80)],
+        [a_document("a:3", 80, (4, 2.5))],
+    )
+    assert [line.split()[2] for line in lines] == ["a:3", "a:2", "a:1", "b:1"]
 
 
 def test_the_table_counts_the_documents_of_an_item_that_it_does_not_show(capsys):

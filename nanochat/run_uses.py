@@ -302,7 +302,7 @@ def _open_parent(opened: Opened, gaps: list[str]) -> Opened | None:
         return None
     steps = f"steps 0 to {run.fork.step - 1:,} ({run.name} continues {run.fork.place}"
     if run.parent_dir is None:
-        gaps.append(f"{steps}, which is not here)")
+        gaps.append(f"{steps}, which was not found)")
         log.warning(
             "%s is a fork of %s, which is not here: its steps are not searched",
             run.name,

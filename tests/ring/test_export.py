@@ -25,6 +25,7 @@ from nanochat.common import get_base_dir
 from nanochat.engine import load_model
 from nanochat.files import default_data_dir
 from nanochat.integrations import export_check
+from nanochat.run_reader import RunReader
 from nanochat.tokenizer import RustBPETokenizer, get_tokenizer, replace_surrogates
 from scripts import base_eval, base_train, export, sample
 from tests import training
@@ -388,6 +389,14 @@ def test_the_card_of_a_fork_names_its_ancestors_its_split_and_what_it_left_out(b
     ):
         assert words in card, card
     assert str(base) not in card, "no path of this machine"
+
+
+def test_the_card_of_a_fork_does_not_say_whether_its_parent_is_on_this_machine(monkeypatch):
+    """Regression: it said "which is not here", wherever the card was read."""
+    training.succeed(model_tag="child", fork_from="run@4", num_iterations=5)
+    monkeypatch.setattr(RunReader, "parent_dir", None)
+    card = export.model_card(find_checkpoint("child"), RunReader(training.run_dir("child")), 1)
+    assert b"It is a fork of run@4 " in card and b"not here" not in card
 
 
 # ---- in ------------------------------------------------------------------------------------------

@@ -557,7 +557,7 @@ def orphan(killed, monkeypatch):
     return [name for name, uses in table.items() if min(use[1] for use in uses) < 15]
 
 
-NOT_SEARCHED = "steps 0 to 14 (child continues shards@15, which is not here)"
+NOT_SEARCHED = "steps 0 to 14 (child continues shards@15, which was not found)"
 
 
 def test_a_fork_without_its_parent_says_which_steps_are_not_searched_for_a_document(orphan):

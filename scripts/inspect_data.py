@@ -422,8 +422,11 @@ def print_spike(line: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> N
     """Print a spike, and a table of its rows."""
     parts = []
     for name in JUDGED:
-        above = show(line[f"{name}_deviations"])
-        parts.append(f"{name} {show(line[name])} ({above} deviations above earlier steps)")
+        height = line[f"{name}_deviations"]
+        where = "below" if height < 0 else "above"
+        parts.append(
+            f"{name} {show(line[name])} ({abs(height):.1f} deviations {where} earlier steps)"
+        )
     print(f"step {line['step']:,}: {', '.join(parts)}")
     cells = []
     for row in rows:

@@ -971,6 +971,16 @@ def test_spikes_lists_the_steps_that_stand_out_and_their_rows(killed):
     assert "step 20: loss 9 (" in out and worst["documents"][0]["document"] in out
 
 
+def test_a_spike_of_one_number_says_that_the_other_is_below_earlier_steps(capsys):
+    """Regression: "-0.9155 deviations above earlier steps"."""
+    spike = {"step": 9, "loss": 4.855, "loss_deviations": -0.9155}
+    inspect_data.print_spike({**spike, "grad_norm": 2.5, "grad_norm_deviations": 7.04}, [])
+    assert capsys.readouterr().out == (
+        "step 9: loss 4.855 (0.9 deviations below earlier steps), "
+        "grad_norm 2.5 (7.0 deviations above earlier steps)\n"
+    )
+
+
 def test_corrupt_or_missing_losses_are_one_sentence(killed, caplog):
     [file] = training.run_dir("text").glob("logs/rows/*.bin")
     data = bytearray(file.read_bytes())

@@ -94,13 +94,16 @@ def sentences_about(run: RunReader) -> list[str]:
 
 
 def fork_sentences(run: RunReader, *, paths: bool = True) -> list[str]:
-    """Where a fork branched off, and what it changed."""
+    """Where a fork branched off, and what it changed. Without `paths`, for readers elsewhere: nothing
+    about this machine, so not whether its parent is on it."""
     fork = run.fork
     if fork is None:
         return []
-    gone = "" if run.parent_dir else ", which is not here"
     begin = f"{fork.place} (after {fork.tokens:,} tokens)"
     changes = fork.changes
+    gone = ""
+    if paths and run.parent_dir is None:
+        gone = ", which is not here"
     if not paths:
         changes = {name: [*map(without_folders, values)] for name, values in changes.items()}
     return [f"It is a fork of {begin}{gone}: {changes_text(changes)}."]

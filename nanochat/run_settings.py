@@ -201,11 +201,15 @@ def _lanes_fed(settings: Settings, train: Mapping[str, Manifest]) -> int:
 
 
 def _check_budget(settings: Settings, horizon: Horizon) -> None:
-    """ValueError if a curriculum is longer or shorter than the run."""
+    """ValueError if a curriculum is longer or shorter than the run. A fork may end before the phases
+    that it inherits do, unless its steps have another size, so that it would miss the last ones
+    unawares."""
     budget, total = settings.curriculum_end, horizon.total_tokens
     fits = abs(total - budget) <= horizon.total_batch_size
     is_allowed = settings.mix is not None and settings.mix.allow_budget_mismatch
-    if fits or is_allowed:
+    changes = (settings.fork or {}).get("changes")
+    is_inherited = changes is not None and not {"curriculum", "total_batch_size"} & changes.keys()
+    if fits or is_allowed or (is_inherited and ends_early(settings, horizon)):
         return
     begin = settings.curriculum_begin
     counts = f", which count from token {begin:,} of the run," if begin else ""
@@ -217,9 +221,15 @@ def _check_budget(settings: Settings, horizon: Horizon) -> None:
     )
 
 
-def how_to_extend(settings: Settings) -> str:
+def ends_early(settings: Settings, horizon: Horizon) -> bool:
+    """Whether a run ends a step or more before the phases of its curriculum do."""
+    return settings.curriculum_end - horizon.total_tokens > horizon.total_batch_size
+
+
+def how_to_extend(settings: Settings, horizon: Horizon) -> str:
     """What makes a run longer, as an imperative."""
-    if settings.mix is None or settings.mix.allow_budget_mismatch:
+    is_any_length_allowed = settings.mix is None or settings.mix.allow_budget_mismatch
+    if is_any_length_allowed or ends_early(settings, horizon):
         return "raise --num-iterations"
     return (
         f"name a --curriculum whose last phase is longer (phases count from token "

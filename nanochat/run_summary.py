@@ -20,7 +20,13 @@ from nanochat.files import FORMATS, data_at, paths_in
 from nanochat.fork import describe_fork
 from nanochat.pins import Manifest
 from nanochat.run_dir import CONFIG_NAME, Fork, mix_text
-from nanochat.run_settings import derive, describe_memory, device_memory, estimate_memory
+from nanochat.run_settings import (
+    derive,
+    describe_memory,
+    device_memory,
+    ends_early,
+    estimate_memory,
+)
 from nanochat.splits import describe_split, files_of, last_file_validates
 from nanochat.start_run import Run, Start
 
@@ -204,6 +210,16 @@ def _notes(start: Start, layout: StepLayout, device: torch.device) -> Iterator[s
         yield (
             f"{layout.dead_share:.0%} of the computed rows are padding; to avoid that, choose a "
             f"--device-batch-size that divides {rows_of_leaf}, the rows of a leaf"
+        )
+    mix = start.settings.mix
+    if (
+        mix is not None
+        and not mix.allow_budget_mismatch
+        and ends_early(start.settings, start.horizon)
+    ):
+        yield (
+            f"the run ends at token {start.horizon.total_tokens:,}, before its curriculum does "
+            f"({start.settings.curriculum_end:,})"
         )
     are_token_files = FORMATS.get(start.settings.data_format) == (".bin",)
     if are_token_files and not is_remote(start.settings.data_path or ""):

@@ -38,14 +38,17 @@ class Traced(NamedTuple):
     passes: list[Pass]
 
     @property
-    def is_used(self) -> bool:
-        """Whether the run trained on some of its tokens."""
-        return any(one_pass.uses for one_pass in self.passes)
+    def is_left_out(self) -> bool:
+        """Whether --without-documents of `opened` lists it, so that this run masks its targets."""
+        return seen.is_masked(self.source, self.document)
 
     @property
-    def first_step(self) -> int:
-        """The first step that trained on some of its tokens."""
-        return min(use.step for one_pass in self.passes for use in one_pass.uses)
+    def steps(self) -> list[int]:
+        """The steps that trained on some of its tokens, ascending. A run that leaves it out trains
+        on none of them, but its ancestors may have done so."""
+        end = self.opened.first_step if self.is_left_out else math.inf
+        uses = [use for one_pass in self.passes for use in one_pass.uses]
+        return sorted({use.step for use in uses if use.step < end})
 
     @property
     def source(self) -> Source:
@@ -299,7 +302,7 @@ def _open_parent(opened: Opened, gaps: list[str]) -> Opened | None:
         return None
     steps = f"steps 0 to {run.fork.step - 1:,} ({run.name} continues {run.fork.place}"
     if run.parent_dir is None:
-        gaps.append(f"{steps}, which is not here)")
+        gaps.append(f"{steps}, which was not found)")
         log.warning(
             "%s is a fork of %s, which is not here: its steps are not searched",
             run.name,

@@ -34,7 +34,8 @@ from nanochat.ngrams import BATCH_CHARS, SHORTEST, Index, Shared
 from nanochat.pins import Pin, version_line
 from nanochat.run_dir import finite
 from nanochat.sources import Source
-from nanochat.text import TEXT_FIELD
+from nanochat.text import TEXT_FIELD, Selection, text_suffix
+from nanochat.text_kinds import numbered_documents
 
 NGRAM = 13  # words, by default
 RESULT_NAME = "contamination.json"  # in the run directory
@@ -46,7 +47,7 @@ HEADER = ("task", "n", "items", "not looked for", "in the data", "seen", "share"
 
 
 class Item(NamedTuple):
-    """An item of a benchmark, and the line of its file, from 1."""
+    """An item of a benchmark, and the line of its file (of parquet: the row), from 1."""
 
     line: int
     text: str
@@ -62,7 +63,8 @@ class Task:
 
 
 def read_texts(named: str) -> Task:
-    """The items in a file that has one JSON object per line, named by FILE or FILE:FIELD.
+    """The items in a file, named by FILE or FILE:FIELD: one per JSON object of a line, or per row of
+    a parquet file.
 
     FileNotFoundError or ValueError names the file and the line.
     """
@@ -74,13 +76,17 @@ def read_texts(named: str) -> Task:
     if not file or not field or not path.is_file():
         raise FileNotFoundError(
             f"{named}: the file does not exist; pass FILE.jsonl, with one JSON object per line, or "
-            f"FILE.jsonl:FIELD for a field other than `{TEXT_FIELD}`"
+            f"FILE.parquet; FILE:FIELD for a field other than `{TEXT_FIELD}`"
         )
     items = []
-    for number, line in enumerate(path.read_bytes().splitlines(), 1):
-        if line.strip():
-            record = parse_json(line, f"{path}, line {number}", dict)
-            items.append(Item(number, _field_of(record, field, path, number)))
+    if text_suffix(path.name) == ".parquet":
+        rows = numbered_documents(path, Selection(text_field=field))
+        items = [Item(row, text) for row, text in rows]
+    else:
+        for number, line in enumerate(path.read_bytes().splitlines(), 1):
+            if line.strip():
+                record = parse_json(line, f"{path}, line {number}", dict)
+                items.append(Item(number, _field_of(record, field, path, number)))
     if not items:
         raise ValueError(f"{path}: the file has no items; expected one JSON object per line")
     label = path.name if field == TEXT_FIELD else f"{path.name}:{field}"
@@ -236,6 +242,12 @@ RESULT = {
 def uses_of(item: FoundItem) -> list[ItemUse]:
     """The rows that the model learned an item from, by step."""
     return by_step(use for document in item["documents"] for use in document["uses"])
+
+
+def share_in_training(item: FoundItem) -> float:
+    """The share of an item's n-grams that are in one training document, the one with most of it."""
+    of_training = [found["shared"] for found in item["documents"] if found["split"] == TRAIN]
+    return max(of_training, default=0) / item["ngrams"]
 
 
 def by_step(uses: Iterable[ItemUse]) -> list[ItemUse]:

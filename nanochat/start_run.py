@@ -186,7 +186,7 @@ class Start:
             return Over(
                 0,
                 f"{self.run_dir}: completed ({where}), nothing to do; to train further, "
-                f"{how_to_extend(self.settings)}; to start another run, use --model-tag=NAME",
+                f"{how_to_extend(self.settings, self.horizon)}; to start another run, use --model-tag=NAME",
             )
         allowed = self.settings.allow_bucket_exhaustion and not self.state.get("all_dry")
         if status == "halted" and not allowed:
@@ -420,7 +420,7 @@ def _check_length(settings: Settings, horizon: Horizon, checkpoint: Checkpoint |
     if checkpoint.step > horizon.num_iterations:
         raise ValueError(
             f"{settings.tag}: it has taken {checkpoint.step:,} steps, but this command ends it after "
-            f"{horizon.num_iterations:,}; {how_to_extend(settings)}, or end a fork of an earlier step "
+            f"{horizon.num_iterations:,}; {how_to_extend(settings, horizon)}, or end a fork of an earlier step "
             f"there (--fork-from={settings.tag}@STEP --model-tag=NAME)"
         )
 

@@ -73,6 +73,7 @@ log = logging.getLogger(__name__)
 
 LINES = 40  # documents that the table of a step shows
 PASSES = 16  # lines that `find` prints for a document that was read in more passes
+ROWS = 40  # rows that it lists; of a document in more rows, lines sum them up, too
 STEPS = 8  # rows that such a line names, if there are no more
 ITEM_DOCUMENTS, ITEM_STEPS = 4, 4  # documents of an item that --texts shows, and steps of each
 DOCUMENTS, TRACED = 20, 200  # matches that --text shows, and that it follows through the run
@@ -88,13 +89,14 @@ epoch: pass over the data; start, stop: its tokens from start to before stop; of
 FIND_LEGEND = """\
 epoch: pass over the data; row: its number in the step; lane: the virtual reader; start, stop: its tokens from start
 to before stop are in the row; loss: the row's mean; numbers count from 0"""
-PASSES_LEGEND = """\
-epochs: passes over the data; rows: how many use it in these epochs; tokens: how many of its tokens are in them; loss:
-their mean; step:row: which rows, the first and the last of many; numbers count from 0; --json prints every row"""
+GROUPS_LEGEND = """\
+epochs: passes over the data; rows: how many use it; tokens: how many of its tokens are in them; loss: their mean;
+step:row: which rows, the first and the last of many; numbers count from 0; --json prints every row"""
 SEEN_LEGEND = """\
 shared, of: how many of the item's n-grams are in the document, and how many it has; steps: those that trained on some
 of them in this document, -: none; loss before: of the row, at the first of these steps; loss after: at the last later
-one; first the document with most of the item, trained on or not, then others that were trained on
+one; items of which a training document has the largest share come first; of an item, the training document with most of
+it, trained on or not, then others that were trained on
 n: words of an n-gram; in the data: items that share one with a training document; seen: items that the model learned
 one of; numbers count from 0, lines from 1"""
 JUDGED = ("loss", "grad_norm")  # the numbers of a step in which spikes are looked for
@@ -420,8 +422,11 @@ def print_spike(line: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> N
     """Print a spike, and a table of its rows."""
     parts = []
     for name in JUDGED:
-        above = show(line[f"{name}_deviations"])
-        parts.append(f"{name} {show(line[name])} ({above} deviations above earlier steps)")
+        height = line[f"{name}_deviations"]
+        where = "below" if height < 0 else "above"
+        parts.append(
+            f"{name} {show(line[name])} ({abs(height):.1f} deviations {where} earlier steps)"
+        )
     print(f"step {line['step']:,}: {', '.join(parts)}")
     cells = []
     for row in rows:
@@ -441,7 +446,7 @@ def print_spike(line: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> N
 # ---- from a document to its steps ----------------------------------------------------------------
 
 
-def remark(ancestry: Ancestry, traced: Traced, left_out: bool) -> str:
+def remark(ancestry: Ancestry, traced: Traced) -> str:
     """Why a run does not learn from a document; empty if it does, or if the passes give the
     reason."""
     opened = traced.opened
@@ -456,10 +461,8 @@ def remark(ancestry: Ancestry, traced: Traced, left_out: bool) -> str:
             else "a validation document"
         )
         return f"{what}: the run never trains on it"
-    if left_out:
-        steps = [use.step for one_pass in traced.passes for use in one_pass.uses]
-        learned_before = min(steps, default=opened.first_step) < opened.first_step
-        if learned_before or ancestry.gaps:
+    if traced.is_left_out:
+        if traced.steps or ancestry.gaps:
             return (
                 f"from step {opened.first_step:,} on, its targets are masked (--without-documents)"
             )
@@ -489,13 +492,13 @@ def named_documents(ancestry: Ancestry, args: argparse.Namespace) -> list[Traced
     matches = matches_of([*parts.values()], args.text)
     for part, document in islice(matches, TRACED):
         traced = ancestry.trace(part, document)
-        if traced.is_used:
+        if traced.steps:
             used.append(traced)
         else:
             others.append(traced)
         if len(used) == DOCUMENTS:
             break
-    used.sort(key=lambda traced: traced.first_step)
+    used.sort(key=lambda traced: traced.steps[0])
     found = used + others
     if not found:
         unsearched = f". {ancestry.gap_sentence()}" if ancestry.gaps else ""
@@ -506,12 +509,14 @@ def named_documents(ancestry: Ancestry, args: argparse.Namespace) -> list[Traced
     is_cut = next(matches, None) is not None
     if not args.json:
         first = "first " if is_cut else ""
+        num_left_out = sum(traced.is_left_out for traced in others)
+        masked = f" ({num_left_out:,} left out by --without-documents)" if num_left_out else ""
         end = "; the search stopped there" if is_cut else ""
         if is_cut or len(found) > DOCUMENTS:
             end += f"; at most {DOCUMENTS} are listed"
         print(
             f"{visible(args.text)!r}: {ancestry.who()} trained on parts of {len(used)} of the {first}"
-            f"{counted(len(found), 'document')} containing it{end}"
+            f"{counted(len(found), 'document')} containing it{masked}{end}"
         )
     return found[:DOCUMENTS]
 
@@ -566,7 +571,6 @@ def show_find(opened: Opened, args: argparse.Namespace) -> int:
     in_a_row = 0  # documents of which a row has all of the text
     for traced in shown:
         of_run, split, document, _ = traced
-        left_out = seen.is_masked(traced.source, document)
         ids, words, origin = content_of(of_run, traced.source, document)
         passes = passes_of(ancestry, traced, ids, losses_of, args.text)
         uses = [use for of_epoch in passes for use in of_epoch["uses"]]
@@ -580,7 +584,7 @@ def show_find(opened: Opened, args: argparse.Namespace) -> int:
                 "bucket": document.bucket,
                 "split": split,
                 "text": words,
-                "without": left_out,
+                "without": traced.is_left_out,
                 "not_searched": ancestry.gaps,
             }
             if origin is not None:
@@ -600,7 +604,7 @@ def show_find(opened: Opened, args: argparse.Namespace) -> int:
                 where += f", the text at line {text_line:,}"
             print(where)
         legends[print_passes(opened, passes, with_text=bool(args.text))] = None
-        reason = remark(ancestry, traced, left_out)
+        reason = remark(ancestry, traced)
         if reason:
             print(reason)
     if args.text and not args.json and len(shown) > 1:
@@ -614,21 +618,29 @@ def show_find(opened: Opened, args: argparse.Namespace) -> int:
 
 def print_passes(opened: Opened, passes: list[dict[str, Any]], *, with_text: bool) -> str:
     """Print the rows that used a document, and what became of its other tokens: a line per row, or,
-    of more than PASSES passes, a line for several passes. Returns the legend; "" without rows."""
-    used = [of_epoch for of_epoch in passes if of_epoch["uses"]]
+    of more than ROWS rows or PASSES passes, a line for several. Returns the legend; "" without
+    rows."""
+    used = [of_epoch["uses"] for of_epoch in passes if of_epoch["uses"]]
     if opened.run.outcome == "completed":  # leave out epochs that the run may never have begun
         passes = [of_epoch for i, of_epoch in enumerate(passes) if of_epoch["uses"] or i == 0]
     if len(used) > PASSES:
-        print_groups(used, with_text=with_text)
+        size = -(-len(used) // PASSES)
+        print(f"{len(used):,} passes, up to {size} in a line:")
+        groups = [[use for uses in part for use in uses] for part in in_parts(used, size)]
+        print_groups(groups, with_text=with_text)
         print_endings(passes)
-        return PASSES_LEGEND
+        return GROUPS_LEGEND
 
-    columns = ["epoch", "step", "row", "lane", "start", "stop", "loss"]
-    uses = [use for of_epoch in used for use in of_epoch["uses"]]
+    uses = [use for of_epoch in used for use in of_epoch]
     with_it = [use for use in uses if with_text and use["has_text"]]
     shown = with_it or uses
-    lines = [[use[name] for name in columns] for use in shown]
-    if lines:
+    legend = FIND_LEGEND if shown else ""
+    if len(shown) > ROWS:
+        print_summed_up(shown, with_text=with_text)
+        legend = GROUPS_LEGEND
+    elif shown:
+        columns = ["epoch", "step", "row", "lane", "start", "stop", "loss"]
+        lines = [[use[name] for name in columns] for use in shown]
         print(*table(columns, lines), sep="\n")
     others = len(uses) - len(with_it)
     if with_it and others:
@@ -638,28 +650,40 @@ def print_passes(opened: Opened, passes: list[dict[str, Any]], *, with_text: boo
     for ending, same in groupby(passes, key=lambda of_epoch: of_epoch["fate"]):
         if ending:
             print(f"{epochs_text([*same])}: {ending}")
-    return FIND_LEGEND if lines else ""
+    return legend
 
 
-def print_groups(passes: Sequence[Mapping[str, Any]], *, with_text: bool) -> None:
-    """Print a table of at most PASSES lines, which sum up the rows of all passes."""
+def print_summed_up(uses: Sequence[Mapping[str, Any]], *, with_text: bool) -> None:
+    """Print a table that sums up the rows of at most PASSES passes, in fewer than twice as many
+    lines: each line is about rows of one pass."""
+    by_epoch = [[*same] for _, same in groupby(uses, key=lambda use: use["epoch"])]
+    size = -(-len(uses) // PASSES)
+    groups = [group for of_epoch in by_epoch for group in in_parts(of_epoch, size)]
+    print(f"{len(uses):,} rows, up to {size} in a line:")
+    print_groups(groups, with_text=with_text)
+
+
+def in_parts(members: Sequence[Any], size: int) -> list[Sequence[Any]]:
+    """The members in parts of `size`, of which the last one may be smaller."""
+    return [members[at : at + size] for at in range(0, len(members), size)]
+
+
+def print_groups(groups: Sequence[Sequence[Mapping[str, Any]]], *, with_text: bool) -> None:
+    """Print a table with a line per group of rows, which sums them up."""
     columns = ["epochs", "rows", "tokens", "loss"]
     if with_text:
         columns.append("has_text")
-    size = -(-len(passes) // PASSES)
     lines = []
-    for first in range(0, len(passes), size):
-        group = passes[first : first + size]
-        uses = [use for of_epoch in group for use in of_epoch["uses"]]
+    for uses in groups:
+        epochs = sorted({use["epoch"] for use in uses})
         tokens = sum(use["stop"] - use["start"] for use in uses)
         losses = [use["loss"] for use in uses if use["loss"] is not None]
         loss = math.fsum(losses) / len(losses) if losses else None
-        line = [ranges([of_epoch["epoch"] for of_epoch in group]), len(uses), tokens, loss]
+        line = [ranges(epochs), len(uses), tokens, loss]
         if with_text:
             line.append(sum(use["has_text"] for use in uses))
         names = [f"{use['step']}:{use['row']}" for use in uses]
         lines.append([*line, " ".join(abridged(names, STEPS))])
-    print(f"{len(passes):,} passes, up to {size} in a line:")
     print(*table([*columns, "step:row"], lines), sep="\n")
 
 
@@ -742,10 +766,16 @@ def show_items(opened: Opened, args: argparse.Namespace) -> int:
 
 
 def print_items(results: Mapping[str, seen.TaskResult]) -> None:
-    """Print a table of the first items that were found, those that were seen first: a line per
-    document that has words of an item."""
+    """Print a table of the first items that were found: a line per document that has words of an
+    item. First come the items of which a training document has the largest share; of equal shares,
+    those that were seen."""
     found = [(label, item) for label, result in results.items() for item in result["found"]]
-    found.sort(key=lambda of_task: not seen.uses_of(of_task[1]))
+
+    def rank(of_task: tuple[str, seen.FoundItem]) -> tuple[float, bool]:
+        _, item = of_task
+        return seen.share_in_training(item), bool(seen.uses_of(item))
+
+    found.sort(key=rank, reverse=True)
     rows = []
     others = {}  # {number of a row: a line below it}
     for label, item in found[:DOCUMENTS]:
@@ -770,11 +800,12 @@ def print_items(results: Mapping[str, seen.TaskResult]) -> None:
 
 
 def shown_documents(item: seen.FoundItem) -> list[seen.FoundDocument]:
-    """The documents that the table shows of an item, at most ITEM_DOCUMENTS: the one that has most
-    of it, trained on or not, and others that were trained on, those that have most of it first."""
+    """The documents that the table shows of an item, at most ITEM_DOCUMENTS: the training document
+    that has most of it, trained on or not, and others that were trained on, those that have most of
+    it first. A validation document is shown only if there is no other."""
 
-    def rank(document: seen.FoundDocument) -> tuple[int, bool, bool]:
-        return document["shared"], bool(document["uses"]), document["split"] == seen.TRAIN
+    def rank(document: seen.FoundDocument) -> tuple[bool, int, bool]:
+        return document["split"] == seen.TRAIN, document["shared"], bool(document["uses"])
 
     closest, *others = sorted(item["documents"], key=rank, reverse=True)
     trained = [document for document in others if document["uses"]]
@@ -852,8 +883,8 @@ def add_find_flags(parser: Parser) -> None:
         "--texts",
         action="append",
         metavar="FILE[:FIELD]",
-        help="find all documents that share n-grams of words with the items of a benchmark, a jsonl file "
-        f"(default FIELD: {seen.TEXT_FIELD}); may be repeated",
+        help="find all documents that share n-grams of words with the items of a benchmark, a jsonl or "
+        f"parquet file (default FIELD: {seen.TEXT_FIELD}); may be repeated",
     )
     named.add_argument("--core", action="store_true", help="the same for the tasks of CORE")
     parser.add_argument(

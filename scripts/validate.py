@@ -68,7 +68,7 @@ def parser() -> Parser:
         "--decontaminate",
         metavar="FILE[:FIELD]",
         help="find the training documents that share n-grams of words with the items of a benchmark: a "
-        f"jsonl file (default FIELD: {TEXT_FIELD}), or a folder of CORE's tasks",
+        f"jsonl or parquet file (default FIELD: {TEXT_FIELD}), or a folder of CORE's tasks",
     )
     g.add_argument(
         "--ngram",

@@ -318,6 +318,26 @@ def test_a_fork_names_the_length_that_follows_from_its_curriculum_and_how_to_ext
     assert last["curriculum"]["phases"][-1]["duration_tokens"] == 3 * STEP
 
 
+def test_a_fork_may_end_within_the_phases_that_it_inherits():
+    """Regression: the recipe for a loss spike was refused for every run with a curriculum."""
+    mix = mix_file([(2, {"web": 1}), (6, {"code": 1})])
+    succeed(mix, save_every=2)
+    cut = {"fork_from": "run@2", "model_tag": "cut", "skip_steps": 1}
+    assert (
+        f"ends at token {5 * STEP:,}, before its curriculum does ({8 * STEP:,})"
+        in succeed(mix, num_iterations=5, **cut).out
+    )
+    assert max(steps("cut")) == 4
+    assert "raise --num-iterations;" in succeed(mix, num_iterations=5, **cut).out
+    succeed(mix, num_iterations=6, **cut)
+    succeed(mix, num_iterations=6, fork_from="cut@5", model_tag="of-cut", matrix_lr=0.01)
+    assert max(steps("of-cut")) == 5, "so may a fork of this fork"
+    late = {**cut, "model_tag": "late", "num_iterations": 11}
+    refuse(mix, f"end at {8 * STEP:,}, but the run trains on {11 * STEP:,}", **late)
+    half = {**cut, "model_tag": "half", "num_iterations": 8, "total_batch_size": STEP // 2}
+    refuse(mix, f"end at {8 * STEP:,}, but the run trains on {5 * STEP:,}", **half)
+
+
 def test_no_validation_file_is_odd_whose_bucket_is_left_out_and_a_fork_gets_no_advice_about_it():
     """Regression: "no training file is in its folder", and --val-fraction, which a fork refuses."""
     everything = {"data_format": "text", "data_path": run_dir().parents[1] / "text"}

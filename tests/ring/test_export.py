@@ -428,6 +428,14 @@ def test_the_card_of_a_fork_names_its_ancestors_its_split_and_what_it_left_out(b
     assert str(base) not in card, "no path of this machine"
 
 
+def test_the_card_of_a_fork_does_not_say_whether_its_parent_is_on_this_machine(monkeypatch):
+    """Regression: it said "which is not here", wherever the card was read."""
+    training.succeed(model_tag="child", fork_from="run@4", num_iterations=5)
+    monkeypatch.setattr(RunReader, "parent_dir", None)
+    card = export.model_card(find_checkpoint("child"), RunReader(training.run_dir("child")), 1)
+    assert b"It is a fork of run@4 " in card and b"not here" not in card
+
+
 # ---- in ------------------------------------------------------------------------------------------
 
 

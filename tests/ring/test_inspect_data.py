@@ -557,7 +557,7 @@ def orphan(killed, monkeypatch):
     return [name for name, uses in table.items() if min(use[1] for use in uses) < 15]
 
 
-NOT_SEARCHED = "steps 0 to 14 (child continues shards@15, which is not here)"
+NOT_SEARCHED = "steps 0 to 14 (child continues shards@15, which was not found)"
 
 
 def test_a_fork_without_its_parent_says_which_steps_are_not_searched_for_a_document(orphan):
@@ -589,6 +589,19 @@ def test_a_fork_without_its_parent_may_have_learned_what_it_masks_itself(orphan)
     path.write_text(json.dumps(manifest))
     out = run("find", "child", f"--document={orphan[0]}")
     assert "from step 15 on, its targets are masked" in out and NOT_SEARCHED in out
+
+
+def test_a_run_has_not_trained_on_a_text_that_it_left_out(killed, monkeypatch):
+    """Regression: the first line said "trained on", the last one "never learned to predict it"."""
+    text, _ = opened("text")
+    words = [*text.data.train["code"].texts(0)][3]
+    for source in text.data.train.values():
+        for group in range(len(source.groups)):
+            source.without[group] = np.array([words in of for of in source.texts(group)])
+    monkeypatch.setattr(inspect_data, "open_named_stream", lambda args: text)
+    out = run("find", "text", f"--text={words}")
+    assert re.search("trained on parts of 0 of the ([0-9]+) documents .*\\(\\1 left out by", out)
+    assert "epoch  step" in out and "never learned to predict it" in out
 
 
 @pytest.fixture
@@ -818,7 +831,7 @@ def test_64_passes_over_a_document_are_16_lines_that_name_every_row(capsys):
     (head, columns, *lines), legend = shown_passes(capsys, passes, with_text=True)
     assert head == "64 passes, up to 4 in a line:"
     assert columns.split() == ["epochs", "rows", "tokens", "loss", "has_text", "step:row"]
-    assert len(lines) == inspect_data.PASSES and legend == inspect_data.PASSES_LEGEND
+    assert len(lines) == inspect_data.PASSES and legend == inspect_data.GROUPS_LEGEND
     assert re.sub(" +", " ", lines[1].strip()) == "4 to 7 4 80 3.914 4 40:0 50:0 60:0 70:0"
     named = [word for line in lines for word in line.split() if ":" in word]
     assert named == [f"{10 * epoch}:0" for epoch in range(64)]
@@ -845,6 +858,24 @@ def test_a_document_that_was_read_in_16_passes_has_a_line_per_row(capsys):
     (columns, *lines), legend = shown_passes(capsys, passes)
     assert columns.split() == ["epoch", "step", "row", "lane", "start", "stop", "loss"]
     assert len(lines) == 32 and legend == inspect_data.FIND_LEGEND
+
+
+def test_the_many_rows_of_a_book_are_summed_up(capsys):
+    """Regression: a book had a line per row, which were hundreds."""
+    passes = [a_pass(epoch, rows=100) for epoch in range(3)]
+    (head, columns, *lines), legend = shown_passes(capsys, passes)
+    assert head == "300 rows, up to 19 in a line:" and legend == inspect_data.GROUPS_LEGEND
+    assert columns.split() == ["epochs", "rows", "tokens", "loss", "step:row"]
+    cells = [line.split() for line in lines]
+    assert len(cells) <= inspect_data.PASSES + 3 and {of[0] for of in cells} == {"0", "1", "2"}
+    assert sum(int(of[1]) for of in cells) == 300 and sum(int(of[2]) for of in cells) == 6000
+    assert lines[0].endswith("0:0 0:1 0:2 0:3 0:4 0:5 ... 0:18")
+
+
+def test_of_a_book_the_rows_that_hold_a_text_are_listed_and_others_counted(capsys):
+    (_, *lines), _ = shown_passes(capsys, [a_pass(0, rows=100)], with_text=True)
+    assert len(lines) == 2 and lines[0].split()[:3] == ["0", "0", "0"]
+    assert lines[1] == "not listed: 99 rows with other parts of the document"
 
 
 def test_documents_that_a_run_does_not_learn_from_are_reported(killed, monkeypatch):
@@ -938,6 +969,16 @@ def test_spikes_lists_the_steps_that_stand_out_and_their_rows(killed):
     out = run("spikes", "text")
     assert "not judged: steps 0 to 15" in out
     assert "step 20: loss 9 (" in out and worst["documents"][0]["document"] in out
+
+
+def test_a_spike_of_one_number_says_that_the_other_is_below_earlier_steps(capsys):
+    """Regression: "-0.9155 deviations above earlier steps"."""
+    spike = {"step": 9, "loss": 4.855, "loss_deviations": -0.9155}
+    inspect_data.print_spike({**spike, "grad_norm": 2.5, "grad_norm_deviations": 7.04}, [])
+    assert capsys.readouterr().out == (
+        "step 9: loss 4.855 (0.9 deviations below earlier steps), "
+        "grad_norm 2.5 (7.0 deviations above earlier steps)\n"
+    )
 
 
 def test_corrupt_or_missing_losses_are_one_sentence(killed, caplog):

@@ -175,8 +175,26 @@ def test_the_first_line_of_an_item_is_the_document_that_has_most_of_it(capsys):
     ]
     first, second, _ = shown_items(capsys, item)
     assert first == "q 1 a:4 9 81 5 - -" and second == "q 1 a:2 1 81 3 - -"
-    first, _ = shown_items(capsys, [item[0], item[2]])
-    assert first == "q 1 b:1 (validation) 9 81 - - -"
+
+
+def test_a_training_document_of_an_item_comes_before_one_of_validation(capsys):
+    """Regression: of validation text, the first line named the validation document itself."""
+    of_validation = a_document("b:1", 81, split="validation")
+    lines = shown_items(capsys, [of_validation, a_document("a:2", 1)])
+    assert lines[0] == "q 1 a:2 1 81 - - -"
+    assert shown_items(capsys, [of_validation]) == ["q 1 b:1 (validation) 81 81 - - -"]
+
+
+def test_the_items_with_the_largest_share_come_first_and_of_equal_shares_those_seen(capsys):
+    """Regression: one that was seen with 1 of 81 n-grams came before one with 80 in the data."""
+    lines = shown_items(
+        capsys,
+        [a_document("b:1", 81, split="validation")],
+        [a_document("a:1", 1, (3, 2.5))],
+        [a_document("a:2", 80)],
+        [a_document("a:3", 80, (4, 2.5))],
+    )
+    assert [line.split()[2] for line in lines] == ["a:3", "a:2", "a:1", "b:1"]
 
 
 def test_the_table_counts_the_documents_of_an_item_that_it_does_not_show(capsys):
@@ -275,6 +293,25 @@ def test_a_fork_has_seen_what_its_parent_had_before(checked, copied, caplog):
     uses = [use for item in orphan[:-1] for d in item["documents"] for use in d["uses"]]
     assert uses and min(use["step"] for use in uses) >= 4
     assert "is a fork of run@4, which is not here" in caplog.text
+
+
+def test_validation_text_in_parquet_is_a_benchmark(finished, copied, tmp_path):
+    """Regression: only jsonl was read, so nothing told whether the data had validation text, too."""
+    files = finished / "data"
+    [validation] = [file for file in files.iterdir() if file.name == "shard_3.parquet"]
+    texts = column(finished, validation.name)
+    lines = json_lines("find", "run", f"--texts={validation}", f"--ngram={N}")
+    trained = set()
+    for file in files.glob("*.parquet"):
+        if file != validation:
+            trained |= set().union(*map(ngrams_of, column(finished, file.name)))
+    found = {
+        item["line"] for item in lines[:-1] if any(d["split"] == "train" for d in item["documents"])
+    }
+    assert found == {line for line, text in enumerate(texts, 1) if ngrams_of(text) & trained}
+    assert 0 < len(found) < lines[-1]["items"] == len(texts)
+    outcome = command(inspect_data.main, "find", "run", f"--texts={validation}:body")
+    assert outcome.code == 1 and "body" in outcome.err and outcome.err.count("\n") == 1
 
 
 def test_the_tasks_of_core_are_read_from_a_bundle(checked, tmp_path):

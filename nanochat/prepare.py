@@ -179,16 +179,14 @@ def _title(file: TextFile) -> str:
 
 def _targets(files: Sequence[TextFile]) -> dict[str, TextFile]:
     """{parquet file, relative to the prepared folder: the user's file}. A folder train/ or val/ of
-    the user's is not repeated below ours."""
+    the user's is not repeated below ours, unless another file has the name without it. So a file
+    has the same name without those that hold no documents."""
+    names = {(file.split, file.name) for file in files}
     targets = {}
-    for split in ("train", "val"):
-        of_split = [file for file in files if file.split == split]
-        parents = {Path(file.name).parts[0] for file in of_split if "/" in file.name}
-        is_whole = all("/" in file.name for file in of_split) and len(parents) == 1
-        has_own = is_whole and parents <= {"train", "val", "valid", "validation", "dev"}
-        for file in of_split:
-            inner = file.name.partition("/")[2] if has_own else file.name
-            targets[f"{split}/{inner}.parquet"] = file
+    for file in files:
+        parent, _, inner = file.name.partition("/")
+        is_own = parent == file.split and (file.split, inner) not in names
+        targets[f"{file.split}/{inner if is_own else file.name}.parquet"] = file
     return targets
 
 

@@ -17,7 +17,7 @@ from nanochat.files import data_at
 from nanochat.pins import fingerprint, read_manifests
 from nanochat.sources import check, check_files, open_source, scan, warn_of_arrivals
 from nanochat.splits import pin_files
-from nanochat.text import Selection
+from nanochat.text import ALL, Selection
 from scripts import inspect_data, receipt, verify
 from tests import training
 from tests.spec.test_prepare import DOCUMENTS, folders, places
@@ -462,6 +462,20 @@ def test_the_list_names_a_common_folder_and_12_digits_of_its_commit_once():
     assert prepare.describe_sources(names) == described
     assert prepare.describe_sources(["/a/x.jsonl"]) == "/a: x.jsonl"
     assert prepare.describe_sources(["hf://a/x", "hf://b/x"]) == "hf://a/x, hf://b/x"
+
+
+def test_a_file_is_prepared_under_the_same_name_with_and_without_other_files(tmp_path):
+    """Regression: without a file that holds no documents, others were prepared again."""
+    names = ["train/a.jsonl", "train/b.jsonl", "val/a.jsonl", "dev/a.jsonl", "a.jsonl"]
+    files = [
+        prepare.TextFile(tmp_path / name, name, split, selection=ALL)
+        for split in ("train", "val")
+        for name in names
+    ]
+    whole = prepare._targets(files)
+    assert len(whole) == len(files) and "train/b.jsonl.parquet" in whole
+    kept = [file for file in files if file.name not in ("dev/a.jsonl", "train/a.jsonl")]
+    assert prepare._targets(kept).items() <= whole.items()
 
 
 def test_hard_links_are_counted_once(data, base_dir):

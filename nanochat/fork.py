@@ -37,7 +37,15 @@ from nanochat.checkpoint import (
     step_of,
 )
 from nanochat.common import AnyPath, Difference, as_path, differences, hash_json, print0
-from nanochat.config import OF_ONE_RUN, OF_ROWS, Settings, fields_of, flag, is_kept_by_forks
+from nanochat.config import (
+    OF_ONE_RUN,
+    OF_ROWS,
+    Settings,
+    changes_of,
+    fields_of,
+    flag,
+    is_kept_by_forks,
+)
 from nanochat.files import data_at, fixed_paths, list_files
 from nanochat.gpt import GPTConfig
 from nanochat.order import StreamConfig, open_order
@@ -226,9 +234,6 @@ def _changes(settings: Settings, parent: Parent) -> dict[str, list[Any]]:
             f"a fork keeps its parent's order"
         )
     then, now = parent.settings.to_json(), settings.to_json()
-    mixes = [s.mix and s.mix.identity() for s in (parent.settings, settings)]
-    if mixes[0] == mixes[1]:
-        now["curriculum"] = then["curriculum"]  # another notation
     named = (settings.fork or {}).get("named", ())
     changes: dict[str, list[Any]] = {}
     refused = []
@@ -237,11 +242,12 @@ def _changes(settings: Settings, parent: Parent) -> dict[str, list[Any]]:
             continue
         if name in ("data_path", "val_path") and _is_same_state(then[name], now[name]):
             continue  # another name of it
-        if then[name] == now[name] and not (name == "data_path" and name in named):
+        before, after = then[name], now[name]
+        if not changes_of(name, before, after) and not (name == "data_path" and name in named):
             continue
-        changes[name] = [then[name], now[name]]
+        changes[name] = [before, after]
         if is_kept_by_forks(name, f.metadata["decides"]):
-            refused.append(f"{flag(name)} was {then[name]!r} and is {now[name]!r}")
+            refused.append(f"{flag(name)} was {before!r} and is {after!r}")
     if refused:
         raise ValueError(
             f"--fork-from={settings.fork_from}: a fork keeps its parent's model, tokenizer and order of "

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from nanochat.cli import Decides
-from nanochat.config import Settings, known_settings
+from nanochat.config import Settings, changes_of, known_settings
 from nanochat.run_reader import RunReader
 from nanochat.schedule import HorizonSettings, Schedule, ScheduleSettings
 
@@ -146,7 +146,9 @@ def differing_changes(parting: Parting) -> Iterator[tuple[int, str]]:
     for step in sorted(changes):
         ours, theirs = changes[step]
         for name in ours | theirs:
-            if ours.get(name) != theirs.get(name):
+            pairs = zip(ours.get(name, ()), theirs.get(name, ()))
+            is_same = name in ours and name in theirs
+            if not is_same or any(changes_of(name, first, second) for first, second in pairs):
                 yield step, name
 
 

@@ -189,7 +189,7 @@ class Rates:
                 return planned
         return int(self.run.config["derived"]["num_iterations"])
 
-    def at(self, step: int) -> list[float]:
+    def at(self, step: int) -> dict[str, float]:
         """Learning rates, momentum and weight decay of a step's update."""
         derived = self.run.config["derived"]
         horizon = self.horizon(step)
@@ -199,9 +199,10 @@ class Rates:
             )
         schedule = self.schedules[horizon]
         factor = derived["batch_lr_scale"] * schedule.lr(step)
-        rates = [getattr(self.settings, name) * factor for name in RATES]
-        decay = schedule.peak_weight_decay * schedule.weight_decay(step)
-        return [*rates, schedule.momentum(step), decay]
+        rates = {name: getattr(self.settings, name) * factor for name in RATES}
+        rates["momentum"] = schedule.momentum(step)
+        rates["weight decay"] = schedule.peak_weight_decay * schedule.weight_decay(step)
+        return rates
 
 
 def first_other_rates(parting: Parting, last: int) -> int | None:

@@ -682,7 +682,35 @@ def from_flags(args: argparse.Namespace) -> Settings:
     values = kind.of_flags(vars(args))
     if args.fork_from is not None:
         values["fork"] = {"named": args.named}
+        # before they are checked for what fits together, because the rest is inherited
+        check_kept(args.fork_from, _flags_of_parent(args), values)
     return kind(**values)
+
+
+def _flags_of_parent(args: argparse.Namespace) -> dict[str, Any]:
+    """The flags of the run that a command forks; {} if the fork has begun, or the run is not here."""
+    tag = args.model_tag
+    if tag is not None and args.resume != "scratch" and (run_path(tag) / CONFIG_NAME).is_file():
+        return {}
+    with contextlib.suppress(OSError, ValueError):
+        parent, selector = find_run_at(args.fork_from)
+        return flags_of_run(config_at(parent, step_in(selector)))
+    return {}
+
+
+def check_kept(fork_from: str, before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
+    """ValueError if a fork changes settings that it must keep. `before`, `after`: the settings of its
+    parent and its own, of which common ones are compared."""
+    refused = []
+    for name, f in known_settings(after).items():
+        if name in before and name in after and is_kept_by_forks(name, f.metadata["decides"]):
+            for _, was, now in changes_of(name, before[name], after[name]):
+                refused.append(f"{flag(name)} was {was!r} and is {now!r}")
+    if refused:
+        raise ValueError(
+            f"--fork-from={fork_from}: a fork keeps its parent's model, tokenizer and order of the data, but "
+            f"{'; '.join(refused)}; to start a new run with these weights, use --init-from={fork_from}"
+        )
 
 
 # ---- a later launch -----------------------------------------------------------------------------

@@ -42,9 +42,8 @@ from nanochat.config import (
     OF_ROWS,
     Settings,
     changes_of,
+    check_kept,
     fields_of,
-    flag,
-    is_kept_by_forks,
 )
 from nanochat.files import data_at, fixed_paths, list_files
 from nanochat.gpt import GPTConfig
@@ -236,8 +235,7 @@ def _changes(settings: Settings, parent: Parent) -> dict[str, list[Any]]:
     then, now = parent.settings.to_json(), settings.to_json()
     named = (settings.fork or {}).get("named", ())
     changes: dict[str, list[Any]] = {}
-    refused = []
-    for name, f in fields_of(type(settings)).items():
+    for name in fields_of(type(settings)):
         if name in (*OF_ONE_RUN, *MACHINE):
             continue
         if name in ("data_path", "val_path") and _is_same_state(then[name], now[name]):
@@ -246,14 +244,8 @@ def _changes(settings: Settings, parent: Parent) -> dict[str, list[Any]]:
         if not changes_of(name, before, after) and not (name == "data_path" and name in named):
             continue
         changes[name] = [before, after]
-        if is_kept_by_forks(name, f.metadata["decides"]):
-            refused.append(f"{flag(name)} was {before!r} and is {after!r}")
-    if refused:
-        raise ValueError(
-            f"--fork-from={settings.fork_from}: a fork keeps its parent's model, tokenizer and order of "
-            f"the data, but {'; '.join(refused)}; to start a new run with these weights, use "
-            f"--init-from={settings.fork_from}"
-        )
+    assert settings.fork_from is not None
+    check_kept(settings.fork_from, then, now)
     if settings.skip_steps:
         changes["skip_steps"] = [0, settings.skip_steps]
     return changes

@@ -12,7 +12,7 @@ within LIMIT_S, the death of the process (readers run in a child process), or a 
 accepts a token file that differs from its manifest.json.
 
 The same seed makes the same cases. A finding is printed with the number that repeats it (--only,
---case).
+--case, and the same --seed).
 """
 
 import contextlib
@@ -355,12 +355,18 @@ def read_folder(base: Path, seed: int) -> None:
         except (ValueError, OSError) as e:
             assert str(folder) in str(e), str(e)
             raise
+        tops = {
+            PurePosixPath(entry["name"]).parts[0]
+            for manifest in manifests["train"].values()
+            for entry in manifest["files"]
+        }
+        # with train/, this folder and those for validation decide about all files in them
+        decided = {"train", *splits.VAL_FOLDERS} if "train" in tops else set()
         for split, buckets in manifests.items():
             entries = [entry for manifest in buckets.values() for entry in manifest["files"]]
             names = [PurePosixPath(entry["name"]) for entry in entries]
-            states = splits.stated_splits(
-                [name for name in names if name.parts[0] != "train"]
-            ).values()
+            undecided = [name for name in names if name.parts[0] not in decided]
+            states = splits.stated_splits(undecided).values()
             for entry in entries:
                 texts = list(text_kinds.read_texts(folder / entry["name"]))
                 assert texts and len(texts) == sum(entry["groups"]) and None not in texts, entry

@@ -140,15 +140,32 @@ class SaveSettings:
         is_power = step & (step - 1) == 0  # or 0
         return step in singles or _divides(strides, step) or (is_log and is_power)
 
-    def number_of_saves(self, end: int) -> int:
-        """The number of steps below `end` at which --save-at or --save-every=N saves."""
+    def number_of_saves(self, end: int, *, at_intervals: bool = True) -> int:
+        """The number of steps below `end` at which --save-at or --save-every=N saves; without
+        `at_intervals`, --save-at alone."""
         singles, strides, is_log = self._save_points()
-        if self.save_every > 0:
+        if at_intervals and self.save_every > 0:
             strides.add(self.save_every)
         if is_log:
             singles |= {0} | {2**i for i in range(end.bit_length())}
         alone = {step for step in singles if step < end and not _divides(strides, step)}
         return len(alone) + _number_of_multiples([*strides], end - 1)
+
+    def number_kept(self, end: int, *, fork_step: int | None = None) -> int:
+        """The number of checkpoints that a run keeps after `end` steps, "final" included. That of
+        `fork_step` is the first one of a fork."""
+        begin = 0 if fork_step is None else fork_step + 1
+        saved = self.number_of_saves(end) - self.number_of_saves(begin)
+        forever = self.number_of_saves(end, at_intervals=False)
+        forever -= self.number_of_saves(begin, at_intervals=False)
+        others = saved - forever
+        if fork_step is not None:
+            others += 1
+        if self.save_every < 0:  # how many the timer saves is not known
+            others += self.keep_last_k or TIMED_KEPT
+        if self.keep_last_k is not None:
+            others = min(others, self.keep_last_k)
+        return forever + others + 1
 
     def _save_points(self) -> tuple[set[int], set[int], bool]:
         """(steps, the N of each N*, whether log is among them) of --save-at."""
@@ -377,7 +394,9 @@ def read_seal(path: Path) -> dict[str, Any]:
         raise FileNotFoundError(f"{file}: missing, so this checkpoint was never finished")
     raw = file.read_bytes()
     seal = parse_json(raw, f"{file}: corrupt", {"checksum": str, "step": int, "files": dict})
-    if hash_bytes(raw.replace(seal["checksum"].encode(), NO_CHECKSUM.encode())) != seal["checksum"]:
+    checksum = seal["checksum"]
+    written = checksum.encode(errors="surrogatepass")
+    if hash_bytes(raw.replace(written, NO_CHECKSUM.encode())) != checksum:
         raise ValueError(f"{file}: corrupt (its bytes do not match the checksum in it)")
     if seal.get("format_version") != FORMAT_VERSION:
         raise ValueError(

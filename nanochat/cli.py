@@ -265,7 +265,8 @@ class Parser(argparse.ArgumentParser):
                 values = read_yaml(path)  # also JSON, which is YAML
         except OSError as e:
             folder = Path(path).parent
-            similar = did_you_mean(Path(path).name, os.listdir(folder) if folder.is_dir() else ())
+            beside = sorted(os.listdir(folder)) if folder.is_dir() else []
+            similar = did_you_mean(Path(path).name, beside)
             self.error(f"{reason_of(e)}{similar or '; expected a file of flags'}")
         except (ValueError, RecursionError) as e:
             self.error(f"{' '.join(str(e).split())[:150]}; expected YAML, or TOML in a .toml file")
@@ -375,9 +376,14 @@ def whole(least: int, *, also: int | None = None) -> Callable[[str], int]:
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """The end of an error about an unknown name: the most similar known name, or '' if none is
-    similar."""
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.7)
-    return f"; did you mean {close[0]}?" if close else ""
+    similar. Of several that are equally similar, it is the first."""
+
+    def similarity(other: str) -> float:
+        return difflib.SequenceMatcher(None, other, name).ratio()
+
+    closest = max(known, key=similarity, default="")
+    is_similar = closest and similarity(closest) >= 0.7
+    return f"; did you mean {closest}?" if is_similar else ""
 
 
 # ---- small files that users write ---------------------------------------------------------------
@@ -419,7 +425,8 @@ def _read_small(path: Path | str, max_bytes: int) -> bytes:
 
 
 def _check_plain(value: object) -> None:
-    """ValueError if a value of YAML or TOML is more than JSON can hold (a date, a set), is nested
+    """ValueError if a value of YAML or TOML is more than JSON can hold (a date, a set), holds half a
+    surrogate pair, is nested
     more than MAX_LEVELS deep, or holds more than MAX_VALUES values, as aliases of YAML within
     aliases do in a few hundred bytes."""
     todo: list[tuple[object, int]] = [(value, 1)]
@@ -436,7 +443,9 @@ def _check_plain(value: object) -> None:
             inner = [*value.keys(), *value.values()]
         elif isinstance(value, list):
             inner = value
-        elif value is not None and not isinstance(value, str | int | float):
+        elif isinstance(value, str):
+            value.encode()  # fails for half a surrogate pair, which is not a character
+        elif value is not None and not isinstance(value, int | float):
             raise ValueError(
                 f"{value!s:.60} is a {type(value).__name__}, which is "
                 f"not plain text or a number; put it in quotes"

@@ -311,6 +311,15 @@ def as_path(path: str | os.PathLike[str]) -> AnyPath:
     return open_door(STORAGE[storage])(os.fspath(path))
 
 
+def can_be_path(text: str) -> bool:
+    """Whether a text that was read from a file can be a path: NUL and halves of surrogate pairs
+    cannot."""
+    try:
+        return b"\0" not in os.fsencode(text)
+    except UnicodeEncodeError:
+        return False
+
+
 def as_local_path(path: str | os.PathLike[str], what: str) -> Path:
     """A local path. For a path in object storage, a ValueError that begins with `what` and shows no
     secret."""

@@ -50,7 +50,7 @@ from nanochat.run_dir import (
     run_path,
     step_in,
 )
-from nanochat.schedule import HorizonSettings, ScheduleSettings
+from nanochat.schedule import HORIZON, HorizonSettings, ScheduleSettings
 from nanochat.sinks import SinkSettings
 from nanochat.text import Selection, TextSettings
 from nanochat.tokenizer import TokenizerSettings
@@ -748,6 +748,8 @@ def resume_settings(
             now[name] = after = before
         decides, note = f.metadata["decides"], f.metadata["note"]
         differing = changes_of(name, before, after)
+        if name == "curriculum" and not differing:
+            notices |= _longer_last_phase(then.mix, command.mix)
         if differing and decides:
             fits = fits and Decides.WEIGHTS not in decides
             forks = forks and not is_kept_by_forks(name, decides)
@@ -780,6 +782,19 @@ def resume_settings(
             f"{others if checkpoint_folders(run_dir) else restart}"
         )
     return type(command)(**now), notices
+
+
+def _longer_last_phase(then: Curriculum | None, now: Curriculum | None) -> dict[str, str]:
+    """{change: its effect} if the last phase of a curriculum has another duration; the last phase
+    never ends, so this decides the length of the run alone."""
+    if then is None or now is None:
+        return {}
+    before = then.phases[-1].duration_tokens
+    after = now.phases[-1].duration_tokens
+    if before == after:
+        return {}
+    change = f"--curriculum: its last phase had {before:,} tokens, now {after:,}"
+    return {change: HORIZON}
 
 
 def settings_table() -> str:

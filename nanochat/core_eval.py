@@ -41,7 +41,14 @@ import torch
 import torch.nn.functional as F
 
 from nanochat.cli import read_yaml
-from nanochat.common import check_shape, get_base_dir, get_dist_info, parse_json, write_bytes
+from nanochat.common import (
+    can_be_path,
+    check_shape,
+    get_base_dir,
+    get_dist_info,
+    parse_json,
+    write_bytes,
+)
 from nanochat.dist import gather_results
 
 GROUP = 32  # items whose prompts are batched together
@@ -160,7 +167,7 @@ def _read_task(folder: Path, record: Mapping[str, Any], baselines: Mapping[str, 
         raise ValueError(f"{where}: num_fewshot is {num_fewshot}, expected 0 or more; {FETCH}")
     path = folder / "eval_data" / uri
     inside = (folder / "eval_data").resolve()
-    if "\0" in uri or not path.resolve().is_relative_to(inside):
+    if not can_be_path(uri) or not path.resolve().is_relative_to(inside):
         raise ValueError(f"{where}: dataset_uri is {uri!r:.80}, outside of {inside}; {FETCH}")
     if kind not in SHAPES:
         raise ValueError(

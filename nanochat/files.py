@@ -61,7 +61,7 @@ MAGICS = {"shards": b"GPTS", "megatron": b"MMIDIDX\x00\x00"}  # an .idx begins w
 GPT_SIMPLE = {"pretokenized": "shards", "jsonl": "text"}  # gpt-simple's names of formats
 GET_DATA = (
     "download data with python -m nanochat.dataset -n 8, make a sample from files on this machine with python "
-    "-m dev.make_sample_corpus, or point --data-path at yours"
+    "-m dev.make_sample_corpus, or name a folder of yours"
 )
 LIST_BYTES = 64 << 20  # the largest text file that may list addresses
 BUCKET = "data"  # the name of the bucket if there is only one
@@ -356,10 +356,10 @@ def list_files(data: DataPath, data_format: str = "text") -> Listing:
     suffixes = FORMATS.get(data_format, (f".{data_format}",))
     if not data.files:
         if not is_folder(data.folder):
-            raise _no_such_folder(data.folder)
+            raise no_such_data(data.folder)
         return _list_folder(data.folder, data_format, suffixes)
     if data.are_prefixes and data_format == "text":
-        raise _no_such_folder(as_path(data.text))
+        raise no_such_data(as_path(data.text))
     files = list(data.files)
     if not has_suffix(files[0].name, suffixes):
         remedy = "rename it, or change --data-format"
@@ -387,8 +387,8 @@ def _check_format_name(data_format: str) -> None:
     )
 
 
-def _no_such_folder(path: AnyPath) -> FileNotFoundError:
-    """The error for a --data-path that names nothing."""
+def no_such_data(path: AnyPath) -> FileNotFoundError:
+    """The error for a data path that names nothing: what it may mean, and what is beside it."""
     kind = "file" if _is_data(path.name) else "folder"
     return FileNotFoundError(f"{path}: no such data {kind}{_hint_for(path)}")
 
@@ -399,13 +399,15 @@ def _is_data(name: str) -> bool:
 
 
 def _hint_for(path: AnyPath) -> str:
-    """What a --data-path that names nothing may mean."""
+    """What a data path that names nothing may mean."""
     beside: list[str] = []
     has_parent = not isinstance(path, Remote) and is_folder(path.parent)
     if isinstance(path, Remote):
         beside = path.beside()
     elif has_parent:
-        beside = [other.name for other in path.parent.iterdir()]
+        others = sorted(path.parent.iterdir())
+        beside = [other.name for other in others if is_folder(other) or _is_data(other.name)]
+        beside = [name for name in beside if not name.startswith((".", "_"))]
     if hint := did_you_mean(path.name, beside):
         return hint
     if any(character in path.name for character in "*?["):
@@ -413,9 +415,10 @@ def _hint_for(path: AnyPath) -> str:
     of_hub = None if has_parent else HUB_LIKE.fullmatch(str(path))
     if of_hub:
         return f"; a data set on the Hub is named hf://datasets/{of_hub[1]}"
+    listed = f"; beside it: {', '.join(beside[:8])}" if beside else ""
     if isinstance(path, Remote):
-        return f"; beside it: {', '.join(beside[:8])}" if beside else ""
-    return f"; {GET_DATA} (token files may be named without .bin if --data-format is set)"
+        return listed
+    return f"{listed}; {GET_DATA} (token files may be named without .bin if --data-format is set)"
 
 
 def find_files(path: AnyPath | str, data_format: str = "text") -> list[AnyPath]:

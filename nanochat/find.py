@@ -445,10 +445,9 @@ def find_document(data: Mapping[str, Mapping[str, Source]], name: str) -> tuple[
         files = ", ".join([*known][:4])
         if len(known) > 4:
             files += ", ..."
-        of_training = [other for other, (split, _, _) in known.items() if split == "train"]
         same_name = [other for other in known if PurePath(other).name == PurePath(file).name]
         hint = f"; did you mean {same_name[0]}?" if same_name else ""
-        hint = hint or did_you_mean(file, of_training) or did_you_mean(file, known)
+        hint = hint or did_you_mean(file, known)
         raise ValueError(f"{name}: the run has no file {file}; its files are {files}{hint}")
     split, bucket, count = known[file]
     if row >= count:

@@ -29,7 +29,15 @@ from typing import NamedTuple, NotRequired, TypedDict
 
 import numpy as np
 
-from nanochat.common import AnyPath, as_path, check_shape, hash_json, local_copy, read_json
+from nanochat.common import (
+    AnyPath,
+    as_path,
+    can_be_path,
+    check_shape,
+    hash_json,
+    local_copy,
+    read_json,
+)
 from nanochat.text import Selected, Selection, text_tokens
 
 DATA_MANIFEST = "data_manifest.json"  # in the run directory
@@ -146,6 +154,9 @@ def read_manifests(path: Path) -> Manifests:
         for manifest in manifests[split].values():
             if not manifest["files"]:
                 raise ValueError(f"{where}: a bucket has no files; {remedy}")
+            for named in (manifest["root"], *(entry["name"] for entry in manifest["files"])):
+                if not can_be_path(named):
+                    raise ValueError(f"{where}: {named!a:.80} cannot be a path; {remedy}")
             _check_without(manifest, where, remedy)
             manifest["files"] = [_as_pinned_now(entry) for entry in manifest["files"]]
     return manifests

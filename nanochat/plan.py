@@ -13,8 +13,9 @@ run, and a plan follows that stream step by step:
 
     lengths --> Stream(feed=Rehearsal) --rows of a step--> all lanes have rows, or one halts or drops a bucket
 
-For token files, the halting step and all rehearsed counts are exact. Text has no lengths before it
-is tokenized, so lengths are drawn from a few hundred documents, and the plan is called an estimate.
+For token files, and for text of up to about 32 MB, the halting step and all rehearsed counts are
+exact. More text would take long to tokenize, so its lengths are drawn from a few hundred documents,
+scaled by the sizes of its files, and the plan is called an estimate.
 A bucket that cannot run dry, because it has no limit or far more tokens than requested, is not
 rehearsed; its cropping is measured on a few thousand rows.
 
@@ -24,7 +25,7 @@ every run except those in an order of samples, which refuse to start with too fe
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypedDict, get_type_hints
@@ -50,16 +51,20 @@ from nanochat.stream import (
     ledger,
     token_share,
 )
+from nanochat.text import text_tokens
 
 # this many times the requested tokens suffice, even if half are cropped and lanes' shares differ
 FAR = 4
 SHARE_DOCUMENTS = 1024  # with at least this many documents, lanes' shares are similar
 SAMPLE_ROWS = 4096  # rows packed from a bucket that is not rehearsed
-# of token files with more tokens, only a sample is measured before the first step: an index may not show
-# where documents end, and then all ids are read (0.1 s for 100,000 documents of 1,000 ids; 0.5 s for 1 M of 100)
+# of data with more tokens, only a sample is measured before the first step. An index of token files may not
+# show where documents end, and then all ids are read (0.1 s for 100,000 documents of 1,000 ids; 0.5 s for 1 M
+# of 100). Text is
+# tokenized (about 0.5 s)
 WHOLE_TOKENS = 100_000_000
+WHOLE_TEXT_TOKENS = 8_000_000
 SAMPLE_DOCUMENTS = 64  # documents sampled from a group to estimate its lengths
-SAMPLE_TOKENS = 1 << 20  # of them that are read at once
+AT_ONCE_TOKENS = 1 << 20  # tokens of documents that are read at once
 ALIKE = 0.05  # groups whose means differ by at most this share are estimated together
 
 
@@ -77,6 +82,7 @@ class BucketPlan:
     # as in nanochat.stream.ledger: of the run's rows if `exact`, else of a sample
     account: dict[str, int]
     exact: bool
+    windows: bool = False  # whether documents bring repeated tokens with them, as stored windows do
 
     @property
     def passes(self) -> float:
@@ -91,8 +97,8 @@ class BucketPlan:
             return 0.0
         T = (account["emitted"] + account["padded"]) // num_rows - 1
         # of the tokens that came with documents, a part is BOS, or the overlap of stored windows
-        came = self._left - self._put_before_tails
-        added = account["bos"] + account["repeated"] - self._put_before_tails
+        came = self._left - self._put_into_rows
+        added = account["bos"] + account["repeated"] - self._put_into_rows
         new = came * (1 - added / max(1, account["read"] + added))
         return new / num_rows * self.trained / T / max(1, self.tokens)
 
@@ -115,10 +121,10 @@ class BucketPlan:
     def repeated(self) -> float:
         """The repeated share of the tokens that left the buffers, most of them into rows.
 
-        Repeated: the overlap of split documents, or of stored windows.
+        Repeated: the overlap of split documents, of stored windows, or of the rows of `concat`.
         """
         account = self.account
-        if self._put_before_tails:
+        if self._put_into_rows:
             return account["repeated"] / max(1, self._left)
         # stored windows bring their overlap with them, so a part of it is still pending
         return account["repeated"] / max(1, account["read"] + account["bos"] + account["repeated"])
@@ -129,13 +135,15 @@ class BucketPlan:
         return self.account["emitted"] + self.account["cropped"]
 
     @property
-    def _put_before_tails(self) -> int:
-        """BOS and overlap that the packer put in front of the tails of split documents, in rows.
+    def _put_into_rows(self) -> int:
+        """BOS and repeated tokens that did not come with documents: the packer put them into rows.
 
-        A whole document has one BOS, so further ones are those of tails.
+        A whole document has one BOS, so further ones are those of the tails of split documents.
         """
         num_tails = max(0, self.account["bos"] - self.account["documents"])
-        return num_tails + self.account["repeated"] if num_tails else 0
+        if self.windows and not num_tails:
+            return 0
+        return num_tails + self.account["repeated"]
 
 
 class PhasePlan(TypedDict):
@@ -181,6 +189,10 @@ def read_plan(path: Path) -> Plan:
     account = ("read", "bos", "emitted", "cropped", "repeated", "padded", "rows", "documents")
     bucket = get_type_hints(BucketPlan) | {"account": dict.fromkeys(account, int)}
     check_shape(value["buckets"], dict.fromkeys(value["buckets"], bucket), f"{path}: buckets")
+    if not (value["phases"] and value["buckets"]):
+        raise ValueError(f"{path}: a plan has a phase and a bucket, but this one has none")
+    for planned in value["phases"]:
+        check_shape(planned["asked"], dict.fromkeys(value["buckets"], int), f"{path}: asked")
     try:
         return Plan.from_json(value)
     except TypeError as e:
@@ -192,9 +204,14 @@ def read_plan(path: Path) -> Plan:
 
 class Sample:
     """Lengths of documents, BOS included: those of the first documents in each of up to 8 groups
-    spread over a source. The lengths in other groups are scaled by the sizes of their files, because
-    a bucket may mix books and notes. Of token files on this machine that are not large, it has all
-    lengths.
+    spread over a source. They are scaled by the sizes of files, which a manifest counts as expected
+    tokens: the sample tells how many tokens come for an expected one. So the totals do not depend on
+    a few long documents that the sample has, or lacks. Of files on this machine that are not large,
+    it has all lengths.
+
+        file         40,000 documents of 500 expected tokens on average
+        sample       64 of its documents: 28,000 expected tokens, and 24,500 tokens
+        estimate     each of them is a document of its length x 500 / (28,000 / 64)
 
     lengths, repeated, weights    (n,) of each length: how many of its first tokens another document
                                   holds, too, and how many of the source's documents it stands for
@@ -202,56 +219,73 @@ class Sample:
     """
 
     def __init__(self, source: Source):
-        self.means = source.means
+        self.means = source.means  # expected tokens
         self.of_group: dict[int, np.ndarray] = {}
         num_tokens = int((source.groups * source.means).sum())
-        is_small = num_tokens <= WHOLE_TOKENS and not any(map(is_remote, source.paths))
-        self.is_whole = source.lengths_known and is_small
+        limit = WHOLE_TOKENS if source.lengths_known else WHOLE_TEXT_TOKENS
+        self.is_whole = num_tokens <= limit and not any(map(is_remote, source.paths))
         if self.is_whole:
-            self.lengths, self.repeated = _all_lengths(source)
-            self.weights = np.ones(len(self.lengths))
+            self._measure_all(source)
         else:
             self._draw_sample(source)
+
+    def _measure_all(self, source: Source) -> None:
+        """Find the lengths of all documents."""
+        repeated = []
+        for group, num_documents in enumerate(source.groups.tolist()):
+            if source.lengths_known:
+                lengths, contexts = source.lengths(group, np.arange(num_documents))
+            else:
+                documents = _documents(source, group, num_documents)
+                lengths = [len(document.ids) for document in documents]
+                contexts = [0] * num_documents
+            self.of_group[group] = np.array(lengths, np.int64)
+            repeated.append(np.array(contexts, np.int64))
+        self.lengths = np.concatenate([*self.of_group.values()])
+        self.repeated = np.concatenate(repeated)
+        self.weights = np.ones(len(self.lengths))
 
     def _draw_sample(self, source: Source) -> None:
         """Read some documents, and let them stand for all."""
         lengths: list[np.ndarray] = []
         repeated: list[np.ndarray] = []
         weights: list[np.ndarray] = []
+
+        def add(some: np.ndarray, contexts: np.ndarray, num_documents: int) -> None:
+            lengths.append(some)
+            repeated.append(contexts)
+            weights.append(np.full(len(some), num_documents / len(some)))
+
         groups = np.flatnonzero(source.groups)
         chosen = np.linspace(0, len(groups) - 1, min(8, len(groups))).astype(int)
-        sampled = groups[chosen]
-        for group in sampled.tolist():
-            own, contexts = _read_lengths(source, group)
-            self.of_group[group] = own
-            lengths.append(own)
-            repeated.append(contexts)
-            weights.append(np.full(len(own), source.groups[group] / len(own)))
+        read = [_sample_group(source, group) for group in groups[chosen].tolist()]
+        for group, documents in zip(groups[chosen].tolist(), read):
+            num_documents = int(source.groups[group])
+            scale = 1.0
+            if len(documents.lengths) < num_documents:
+                scale = self.means[group] / documents.expected
+            self.of_group[group] = _scaled(documents.lengths, scale)
+            add(self.of_group[group], np.rint(documents.repeated * scale), num_documents)
 
-        # ratios to the mean of the file, which stand for the documents of the other groups
-        self.ratios = np.concatenate([own / self.means[g] for g, own in self.of_group.items()])
-        contexts = np.concatenate(repeated)
+        # the documents of all these groups also stand for those of the others
+        self.ratios = np.concatenate([d.lengths / d.expected for d in read])
+        contexts = np.concatenate([d.repeated / d.expected for d in read])
         others = np.delete(groups, chosen)
         alike = np.rint(np.log(self.means[others]) / ALIKE)
         for level in np.unique(alike):
             of_level = others[alike == level]
             counts = source.groups[of_level]
-            lengths.append(self._scaled(np.average(self.means[of_level], weights=counts)))
-            repeated.append(contexts)
-            weights.append(np.full(len(contexts), counts.sum() / len(contexts)))
+            mean = np.average(self.means[of_level], weights=counts)
+            add(_scaled(self.ratios, mean), np.rint(contexts * mean), int(counts.sum()))
         self.lengths = np.concatenate(lengths)
         self.repeated = np.concatenate(repeated)
         self.weights = np.concatenate(weights)
-
-    def _scaled(self, mean: float) -> np.ndarray:
-        """(n,) int64: lengths of documents in a group with this mean."""
-        return np.maximum(1, np.rint(self.ratios * mean)).astype(np.int64)
 
     def draw(self, group: int, rows: np.ndarray) -> list[int]:
         """A length for each of some documents of a group, the same at each call."""
         lengths = self.of_group.get(group)
         if lengths is None:
-            lengths = self._scaled(self.means[group])
+            lengths = _scaled(self.ratios, self.means[group])
         is_known = rows < len(self.of_group.get(group, ()))
         drawn = (rows * 7919 + group * 104729) % len(lengths)
         return lengths[np.where(is_known, rows, drawn)].tolist()
@@ -262,36 +296,47 @@ class Sample:
         return float((self.weights * values).sum())
 
 
-def _all_lengths(source: Source) -> tuple[np.ndarray, np.ndarray]:
-    """(lengths, repeated), each (n,) int64, of all documents of token files."""
-    lengths: list[int] = []
-    repeated: list[int] = []
-    for group, num_documents in enumerate(source.groups.tolist()):
-        own, contexts = source.lengths(group, np.arange(num_documents))
-        lengths += own
-        repeated += contexts
-    return np.array(lengths), np.array(repeated)
+def _scaled(lengths: np.ndarray, scale: float) -> np.ndarray:
+    """(n,) int64: lengths times `scale`, at least 1."""
+    return np.maximum(1, np.rint(lengths * scale)).astype(np.int64)
 
 
-def _read_lengths(source: Source, group: int) -> tuple[np.ndarray, np.ndarray]:
-    """(lengths, repeated), each (n,) int64, of the first documents in a group."""
-    num_documents = min(SAMPLE_DOCUMENTS, int(source.groups[group]))
-    at_once = max(1, SAMPLE_TOKENS // int(source.means[group]))  # books would fill the memory
-    lengths: list[int] = []
-    repeated: list[int] = []
+def _documents(source: Source, group: int, num_documents: int) -> Iterator[Document]:
+    """The first documents of a group. Not all of them at once: books would fill the memory."""
+    at_once = max(1, AT_ONCE_TOKENS // int(source.means[group]))
     for first in range(0, num_documents, at_once):
-        rows = np.arange(first, min(first + at_once, num_documents))
-        for document in source.read(group, rows):
-            lengths.append(len(document.ids))
-            repeated.append(document.context)
-    return np.array(lengths), np.array(repeated)
+        yield from source.read(group, np.arange(first, min(first + at_once, num_documents)))
+
+
+class Sampled(NamedTuple):
+    """The first documents of a group."""
+
+    lengths: np.ndarray  # (n,) tokens, with BOS
+    repeated: np.ndarray  # (n,) how many of the first ones another document holds, too
+    expected: float  # the mean number of tokens that a manifest expects of documents of their sizes
+
+
+def _sample_group(source: Source, group: int) -> Sampled:
+    """Measure up to SAMPLE_DOCUMENTS documents."""
+    lengths: list[int] = []
+    repeated: list[int] = []
+    expected: list[int] = []
+    for document in _documents(source, group, min(SAMPLE_DOCUMENTS, int(source.groups[group]))):
+        lengths.append(len(document.ids))
+        repeated.append(document.context)
+        if source.lengths_known:  # the manifest knows tokens
+            expected.append(len(document.ids))
+        else:
+            text = source.tokenizer.decode(document.ids[1:].tolist())
+            expected.append(text_tokens(len(text.encode()), 1))
+    return Sampled(np.array(lengths), np.array(repeated), float(np.mean(expected)))
 
 
 class Lengths:
     """A source's documents as lengths.
 
-    For text, lengths are drawn from a sample: 64 documents from each of up to 8 groups. `plenty`:
-    whether the bucket has far more tokens than requested.
+    For much text, lengths are drawn from a sample. `plenty`: whether the bucket has far more tokens
+    than requested.
     """
 
     def __init__(self, source: Source, config: StreamConfig):
@@ -307,6 +352,8 @@ class Lengths:
         # targets that are off make no difference to lengths
         self.without: dict[int, np.ndarray] = {}
         self.sample = None if source.lengths_known else Sample(source)
+        self.is_estimate = self.sample is not None and not self.sample.is_whole
+        self.windows = False  # whether some documents repeat tokens of others
         self.documents, self.tokens, self.rows = self._totals(config)
 
     def read(self, group: int, rows: np.ndarray, keep: int = 0) -> list[Document]:
@@ -341,6 +388,7 @@ class Lengths:
         for group, n in enumerate(self.groups.tolist()):
             lengths, repeated = self.source.lengths(group, np.arange(n))
             documents += repeated.count(0)
+            self.windows |= any(repeated)
             tokens += sum(lengths) - sum(repeated) - config.framed * n
             rows += float(rows_of(np.array(lengths)).sum())
         return documents, tokens, rows
@@ -425,7 +473,7 @@ def make_plan(
         account = accounts.get(bucket)
         plans[bucket] = _bucket_plan(config, bucket, of_bucket, asked[bucket], account, rehearsed)
     return Plan(
-        estimate=any(of_bucket.sample is not None for of_bucket in lengths.values()),
+        estimate=any(of_bucket.is_estimate for of_bucket in lengths.values()),
         T=config.T,
         V=config.V,
         rows_per_step=rows_per_step,
@@ -583,6 +631,7 @@ def _bucket_plan(
         dry_step=rehearsed.dry_step.get(bucket),
         account=account,
         exact=exact,
+        windows=lengths.windows,
     )
 
 

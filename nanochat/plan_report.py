@@ -47,10 +47,9 @@ def rehearse(start: Starting, data: RunData) -> Plan:
 
 def print_passes(start: Starting, data: RunData) -> None:
     """For a run without a curriculum: print the size of its data in tokens and its passes over
-    them, exact for token files that are not large, otherwise estimated from a few hundred
-    documents. Its data cannot run dry, so only `binned` rows
-    need a plan. ValueError with --plan=error if nearly all of a new run's tokens would be
-    cropped."""
+    them, exact for files that are not large, otherwise estimated from a few hundred documents. Its
+    data cannot run dry, so only `binned` rows need a plan. ValueError with --plan=error if nearly
+    all of a new run's tokens would be cropped."""
     settings = start.settings
     [source] = data.train.values()
     T = settings.max_seq_len

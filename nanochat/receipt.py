@@ -23,7 +23,7 @@ would require downloading them; those on the Hub have the SHA-256 that it lists.
 import contextlib
 import hashlib
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
@@ -50,7 +50,7 @@ from nanochat.files import data_at
 from nanochat.pins import Manifest, Pin, is_prepared, pins_of
 from nanochat.run_dir import read_cursors
 from nanochat.run_order import stream_config
-from nanochat.run_reader import RunReader
+from nanochat.run_reader import Launch, RunReader
 from nanochat.run_stream import Opened
 from nanochat.sources import open_data, scan_all
 from nanochat.start_run import open_run
@@ -179,9 +179,9 @@ def training_settings(settings: Settings) -> dict[str, Any]:
     }
 
 
-def horizons_of(run: RunReader) -> list[list[Any]]:
+def horizons_of(launches: Sequence[Launch]) -> list[list[Any]]:
     """[first step, number of steps of the whole run] of each launch, from which rates follow."""
-    return [[launch.first, launch.started.get("num_iterations")] for launch in run.launches]
+    return [[launch.first, launch.started.get("num_iterations")] for launch in launches]
 
 
 def seals_of(run: RunReader, steps: int) -> dict[str, str]:
@@ -217,6 +217,7 @@ def make_receipt(
         if step % EVERY == 0 or step == steps - 1:
             marks[str(step)] = {"digest": digests[step], "chain": link}
     begin = run.cursor_files.get(first)
+    launches = [launch for launch in run.launches if launch.first < steps]
     roots = {str(manifest["root"]) for manifest in data.manifests["train"].values()}
     public = [root for root in roots if root.startswith(PUBLIC)]
     receipt = {
@@ -224,7 +225,7 @@ def make_receipt(
         "run": run.name,
         "steps": steps,
         **({"first": first} if first else {}),
-        "code": sorted({launch.started.get("code") or "not known" for launch in run.launches}),
+        "code": sorted({launch.started.get("code") or "not known" for launch in launches}),
         "settings": row_settings(settings),
         "stream": stream_identity(config, data.train, data.tokenizer.fingerprint),
         **({"data": public[0]} if len(public) == len(roots) == 1 else {}),
@@ -234,7 +235,7 @@ def make_receipt(
         "tokenizer": tokenizer_files(data.tokenizer),
         "checkpoints": seals_of(run, steps),
         "training": training_settings(settings),
-        "horizons": horizons_of(run),
+        "horizons": horizons_of(launches),
     }
     return {**receipt, "checksum": hash_json(receipt)}
 

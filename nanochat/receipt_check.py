@@ -10,7 +10,6 @@ import contextlib
 import itertools
 import json
 import random
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,14 +17,11 @@ from typing import Any, NamedTuple
 from tqdm import tqdm
 
 from nanochat.checkpoint import list_checkpoints, read_seal
-from nanochat.common import duration
 from nanochat.config import Settings, changes_of
 from nanochat.receipt import horizons_of, next_link, open_receipt, read_receipt, training_settings
 from nanochat.run_dir import CONFIG_NAME, find_run
 from nanochat.run_reader import RunReader
-from nanochat.run_stream import step_digests
-
-TIMED_STEPS = 20  # steps after which the remaining time is estimated
+from nanochat.run_stream import Pace, step_digests
 
 
 def check_rows(path: Path, given: Settings, asked: Sequence[int] | None) -> Iterator[str]:
@@ -54,18 +50,15 @@ def check_rows(path: Path, given: Settings, asked: Sequence[int] | None) -> Iter
     yield f"  recomputing steps {first:,} to {last:,}: {why}"
 
     link, good = "", first - 1
-    began = time.monotonic()
+    pace = Pace(last + 1 - first)
     digests = step_digests(opened, range(first, last + 1), 1)
     for step, [part] in tqdm(
         digests, total=last + 1 - first, unit="step", desc="recomputed", leave=False, disable=None
     ):
         digest = f"{part:016x}"
         link = next_link(link, digest)
-        if step + 1 - first == TIMED_STEPS:
-            per_step_s = (time.monotonic() - began) / TIMED_STEPS
-            rest_s = per_step_s * (last - step)
-            if rest_s > 5:
-                yield f"  this takes about {duration(rest_s)}"
+        if rest := pace.rest_after_step():
+            yield f"  this takes {rest} more"
         if step not in marks:
             continue
         mark = marks[step]
@@ -119,7 +112,7 @@ def find_stretches(path: Path, name: str | None, asked: str) -> Stretches:
 def check_launches(path: Path, receipt: Mapping[str, Any], run: RunReader) -> None:
     """ValueError unless each launch of a run had the settings and the length that its receipt says:
     a replay uses those in the log."""
-    found, known = horizons_of(run), receipt["horizons"]
+    found, known = horizons_of(run.launches), receipt["horizons"]
     # later launches may train further, but not the receipt's steps with another length
     added = found[len(known) :]
     longer = [first for first, steps in added if first < receipt["steps"] and steps != known[-1][1]]

@@ -498,7 +498,8 @@ def is_step(record: dict[str, Any]) -> bool:
 
 def iter_log(path: Path, *, containing: bytes = b"") -> Iterator[dict[str, Any]]:
     """Every complete line of a log as a dict, in the order written; nothing if the file does not
-    exist. Lines without the bytes `containing` are not parsed, and not returned."""
+    exist. Lines without the bytes `containing` are not parsed, and not returned. Broken lines are
+    skipped, and those whose event is not a name."""
     if not path.exists():
         return
     open_regular(path, os.O_RDONLY).close()  # ValueError for a FIFO, which `open` would wait for
@@ -507,7 +508,9 @@ def iter_log(path: Path, *, containing: bytes = b"") -> Iterator[dict[str, Any]]
             if containing not in line:
                 continue
             with contextlib.suppress(ValueError):
-                yield parse_json(line, path, dict)
+                record = parse_json(line, path, dict)
+                if type(record.get("event", "")) is str:
+                    yield record
 
 
 def read_log(path: Path) -> list[dict[str, Any]]:

@@ -98,7 +98,7 @@ def fork_sentences(run: RunReader, *, paths: bool = True) -> list[str]:
     fork = run.fork
     if fork is None:
         return []
-    gone = "" if run.parent_dir else ", which no longer exists"
+    gone = "" if run.parent_dir else ", which is not here"
     begin = f"{fork.place} (after {fork.tokens:,} tokens)"
     changes = fork.changes
     if not paths:
@@ -222,10 +222,11 @@ def validation_note(runs: Sequence[RunReader]) -> str:
 # ---- tables -------------------------------------------------------------------------------------
 
 
-def settings_table(run: RunReader, *, paths: bool = True) -> list[str]:
-    """The settings that the command line named and that differ from their defaults."""
+def settings_table(run: RunReader, config: Mapping[str, Any], *, paths: bool = True) -> list[str]:
+    """The settings of one of the run's launches that the command line named and that differ from
+    their defaults."""
     rows = []
-    for name, value, default in setting_tables(run.last_config, run.typed)["set"]:
+    for name, value, default in setting_tables(config, run.typed)["set"]:
         rows.append((name, value if paths else without_folders(value), default))
     return markdown(("setting", "value", "default"), rows)
 

@@ -56,7 +56,7 @@ class Stretch(NamedTuple):
     """The steps of a history that one run has taken."""
 
     run_dir: Path
-    run: RunReader | None  # None if it no longer exists
+    run: RunReader | None  # None if it is not here
     first: int
     changes: dict[str, list[Any]]  # what the run changed there
 
@@ -207,7 +207,7 @@ class Rates:
 
 def first_other_rates(parting: Parting, last: int) -> int | None:
     """The first step, up to `last`, that two histories took with different rates; None if there is
-    none, or if a run that took the step no longer exists."""
+    none, or if a run that took the step is not here."""
     sides: list[list[tuple[int, Rates]]] = []
     for rest in (parting.a, parting.b):
         stretches = [parting.common, *rest]

@@ -73,6 +73,7 @@ EVENTS: dict[str, dict[str, object]] = {
 }
 ENDS = ("completed", "stopped", "halted", "failed")  # events that end a launch
 EVALUATION = {"step": int, "train_bpb": dict, "samples": dict}
+LOSSES = {"val_bpb", "val_loss", "unigram_bpb"}  # in an evaluation, unless it skipped them
 Table = list[tuple[Any, ...]]
 LogRecord = dict[str, Any]  # a line of the log
 
@@ -137,14 +138,14 @@ class RunReader:
 
     @cached_property
     def parent_dir(self) -> Path | None:
-        """The directory of the run's parent, None if the run is not a fork or its parent no longer
-        exists."""
+        """The directory of the run's parent, None if the run is not a fork or its parent is not
+        here, deleted or never copied to this machine."""
         if self.fork is None:
             return None
         beside = self.run_dir.parent / self.fork.run
         if (beside / CONFIG_NAME).is_file():
             return beside
-        with contextlib.suppress(OSError, ValueError):  # it no longer exists
+        with contextlib.suppress(OSError, ValueError):  # it is not here
             named, _ = find_run_at(str(self.config.get("fork_from")))
             if named.name == self.fork.run and (named / CONFIG_NAME).is_file():
                 return named
@@ -159,9 +160,26 @@ class RunReader:
 
     @property
     def last_config(self) -> dict[str, Any]:
-        """config.json with what the newest launch had changed, such as a longer curriculum."""
-        changed = (self.launches[-1].started.get("changed") or {}) if self.launches else {}
-        return {name: changed.get(name, value) for name, value in self.config.items()}
+        """config.json as `config_of` the newest launch."""
+        return self.config_of(self.launches[-1] if self.launches else None)
+
+    def config_of(self, launch: Launch | None) -> dict[str, Any]:
+        """config.json with what a launch had changed, such as a longer curriculum, and with the figures
+        that follow from its length; as it is if the launch is not known."""
+        if launch is None:
+            return self.config
+        changed = launch.started.get("changed") or {}
+        config = {name: changed.get(name, value) for name, value in self.config.items()}
+        derived = dict(self.config["derived"])
+        horizon = launch.started.get("num_iterations")
+        if isinstance(horizon, int) and "total_flops" in derived:
+            added_steps = horizon - derived["num_iterations"]
+            added_tokens = added_steps * derived["tokens_per_step"]
+            derived["num_iterations"] = horizon
+            derived["total_tokens"] += added_tokens
+            derived["total_flops"] += added_tokens * derived["flops_per_token"]
+        config["derived"] = derived
+        return config
 
     @cached_property
     def manifests(self) -> dict[str, dict[str, Any]]:
@@ -216,6 +234,8 @@ class RunReader:
         if not path.is_file():
             return {}
         plan = read_json(path, shape)
+        for phase in plan["phases"]:
+            check_shape(phase["asked"], dict.fromkeys(phase["asked"], float), f"{path}: asked")
         buckets = plan.get("buckets", {})  # not in plans of older code
         account = {"emitted": int, "padded": int, "repeated": int}
         check_shape(buckets, {name: {"account": account} for name in buckets}, path)
@@ -311,6 +331,11 @@ class RunReader:
             elif event is not None:
                 launch.events.append(record)
         return launches
+
+    def launch_of(self, step: int) -> Launch | None:
+        """The last launch that took a step, None if the log has none."""
+        taken = [launch for launch in self.launches if launch.first <= step < launch.last]
+        return taken[-1] if taken else None
 
     # ---- figures, defined once for all commands ----
 
@@ -420,7 +445,27 @@ class RunReader:
     def evaluation(self) -> dict[str, Any]:
         """The results of scripts.base_eval, empty if it has not run."""
         path = self.run_dir / "eval.json"
-        return read_json(path, EVALUATION) if path.is_file() else {}
+        if not path.is_file():
+            return {}
+        evaluation = read_json(path, EVALUATION)
+        losses = evaluation.keys() & LOSSES
+        check_shape(evaluation, dict.fromkeys(losses, float | None), path)
+        return evaluation
+
+    def validation(self, step: int) -> dict[str, Any] | None:
+        """The newest validation result of the first `step` steps as {"step", "bpb", "loss"}, None if
+        there is none. "loss", in nats per token, takes the place of "bpb" where bytes are not known.
+        The result of scripts.base_eval counts if training did not evaluate after this step."""
+        logged = self.newest("val", step)
+        if logged is not None and logged["step"] == step:
+            return logged
+        evaluation = self.evaluation
+        bpb = evaluation.get("val_bpb")
+        loss = evaluation.get("val_loss")
+        is_of_this_step = evaluation.get("step") == step
+        if is_of_this_step and (bpb, loss) != (None, None):
+            return {"step": step, "bpb": bpb, "loss": loss}
+        return logged
 
     def samples(self) -> dict[str, list[str]]:
         """{time: texts that the model wrote}.
@@ -430,8 +475,9 @@ class RunReader:
         samples = {}
         for event in reversed(self.named("samples")):
             samples[f"after {event['step']:,} steps"] = event.get("texts") or []
-        for kind, texts in self.evaluation.get("samples", {}).items():
-            samples[f"at the evaluation, {kind}"] = texts
+        evaluation = self.evaluation
+        for kind, texts in evaluation.get("samples", {}).items():
+            samples[f"at the evaluation after {evaluation['step']:,} steps, {kind}"] = texts
         return samples
 
     @property

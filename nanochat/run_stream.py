@@ -35,8 +35,7 @@ from nanochat.text import PLAIN_TEXT, text_suffix
 
 log = logging.getLogger(__name__)
 
-TIMED_STEPS = 20  # steps after which the remaining time is estimated
-LONG_S = 10.0  # seconds of work that are announced
+TIMED_S = 5.0  # after so many seconds, the remaining time is estimated, and told if it is longer
 WORDS = 60  # characters shown from the beginning of a document
 MovedTo = tuple[str | None, str | None]  # where --data-path and --val-path are now
 NOT_MOVED: MovedTo = (None, None)  # both are where the run read them
@@ -71,7 +70,7 @@ class Opened:
             return "ask the run that it continues"
         stretches = run_history.history_of(self.run)
         owner = max(stretches, key=lambda stretch: (stretch.first <= step, stretch.first))
-        gone = ", which no longer exists" if owner.run is None else ""
+        gone = ", which is not here" if owner.run is None else ""
         return f"ask {owner.name}{gone}, whose step {step} it continues"
 
     @contextmanager
@@ -98,14 +97,15 @@ class Opened:
                     drop_dry=True,
                 )
             ) as stream:
-                began = time.monotonic()
-                for number in tqdm(
+                pace = Pace(step - done)
+                for _ in tqdm(
                     range(step - done), desc=f"packing from step {done}", unit="step", disable=None
                 ):
                     stream.next_rows(self.rows_per_lane)
-                    if number + 1 == TIMED_STEPS:
-                        per_step_s = (time.monotonic() - began) / TIMED_STEPS
-                        announce_time(per_step_s * (step - done - TIMED_STEPS), done, step)
+                    if rest := pace.rest_after_step():
+                        log.info(
+                            "packing steps %s to %s takes %s more", f"{done:,}", f"{step:,}", rest
+                        )
                 yield stream
         except ValueError as e:
             if not saved:
@@ -113,12 +113,25 @@ class Opened:
             raise ValueError(f"{e} (packed from {self.run.cursor_files[done]})") from None
 
 
-def announce_time(rest_s: float, done: int, step: int) -> None:
-    """Say how long it takes to pack the steps up to one, if that is long."""
-    if rest_s > LONG_S:
-        log.info(
-            "packing steps %s to %s takes about %s", f"{done:,}", f"{step:,}", duration(rest_s)
-        )
+class Pace:
+    """How long the rest of `num_steps` steps takes. The first ones say little: they fill buffers, and
+    tokenize whole books of which later ones use the rest."""
+
+    def __init__(self, num_steps: int) -> None:
+        self.num_steps = num_steps
+        self.done = 0
+        self.began = time.monotonic()
+        self.is_told = False
+
+    def rest_after_step(self) -> str:
+        """Count a step. "" but once, when TIMED_S have passed and the rest takes longer."""
+        self.done += 1
+        passed_s = time.monotonic() - self.began
+        if self.is_told or passed_s < TIMED_S:
+            return ""
+        self.is_told = True
+        rest_s = passed_s / self.done * (self.num_steps - self.done)
+        return f"about {duration(rest_s)}" if rest_s > TIMED_S else ""
 
 
 def open_stream_of(run_dir: Path, moved_to: MovedTo = NOT_MOVED) -> Opened:

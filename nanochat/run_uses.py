@@ -110,7 +110,7 @@ class Ancestry:
 
     def __init__(self, opened: Opened) -> None:
         self.opened = opened
-        self.spans = lineage(opened).spans
+        self.spans, self.gaps = lineage(opened)
         self._tracers = [tracer(span.opened) for span in self.spans]
 
     def parts(self) -> dict[str, Part]:
@@ -159,9 +159,23 @@ class Ancestry:
         owner = next(span.opened for span in self.spans if span.opened.first_step <= step)
         return recorded_losses(owner.run, step)
 
+    @property
+    def first_step(self) -> int:
+        """The first step that is searched: 0, unless an ancestor is not here."""
+        return self.spans[-1].opened.first_step
+
+    def fate(self, one_pass: Pass) -> str:
+        """What became of a document's tokens that are in no row of the steps that are searched."""
+        return fate(self.opened, one_pass, searched_from=self.first_step)
+
+    def gap_sentence(self) -> str:
+        """A sentence about the training that is not searched, if `gaps` has some."""
+        return f"Not searched, so the model may have learned it there: {'; '.join(self.gaps)}."
+
     def who(self) -> str:
         """The runs, in words."""
-        names = ["the run"]
+        begins_late = len(self.spans) == 1 and self.first_step > 0
+        names = [f"the run (from step {self.first_step:,} on)" if begins_late else "the run"]
         for span in self.spans[1:]:
             of_run = span.opened
             names.append(f"{of_run.run.name} (steps {of_run.first_step:,} to {span.end - 1:,})")
@@ -178,28 +192,34 @@ def uses_of(
     return {place: [use for of in passes_of(place) for use in of.uses] for place in documents}
 
 
-def fate(opened: Opened, one_pass: Pass) -> str:
-    """What became of a document's tokens that are in no row; empty if every token is in a row."""
+def fate(opened: Opened, one_pass: Pass, *, searched_from: int = 0) -> str:
+    """What became of a document's tokens that are in no row; empty if every token is in a row.
+    `searched_from`: the first step whose rows are known."""
     run, expected = opened.run, one_pass.expected
+    since = ""
+    untrained = "never trained on"
+    if searched_from > 0:
+        since = f" from step {searched_from:,} on"
+        untrained = f"not trained on{since}"
     lane = "" if one_pass.lane is None else f" in lane {one_pass.lane}"
     has_rest = one_pass.pending or expected is not None
     if has_rest and run.outcome == "completed":
         if not one_pass.uses:
-            return "never trained on: the run ended first"
+            return f"{untrained}: the run ended first"
         stop = max(use.stop for use in one_pass.uses)
         rest = (
             "its other tokens"
             if one_pass.lane is None
             else f"tokens {stop:,} to {one_pass.length - 1:,}"
         )
-        return f"{rest} never trained on: the run ended first"
+        return f"{rest} {untrained}: the run ended first"
     if one_pass.pending:
         return f"pending{lane}"
     if expected is not None and math.isfinite(expected):
         return f"expected around step {expected:,.0f}{lane}"
     if expected is not None:
         end = max(run.num_steps, run.horizon or 0)
-        return f"not reached: the run ends with step {end - 1:,}"
+        return f"not reached{since}: the run ends with step {end - 1:,}"
     if one_pass.cropped_after is not None:
         return f"cropped from token {one_pass.cropped_after:,} on"
     if one_pass.uses:
@@ -279,9 +299,9 @@ def _open_parent(opened: Opened, gaps: list[str]) -> Opened | None:
         return None
     steps = f"steps 0 to {run.fork.step - 1:,} ({run.name} continues {run.fork.place}"
     if run.parent_dir is None:
-        gaps.append(f"{steps}, which no longer exists)")
+        gaps.append(f"{steps}, which is not here)")
         log.warning(
-            "%s is a fork of %s, which no longer exists: its steps are not searched",
+            "%s is a fork of %s, which is not here: its steps are not searched",
             run.name,
             run.fork.place,
         )

@@ -235,16 +235,21 @@ RESULT = {
 
 def uses_of(item: FoundItem) -> list[ItemUse]:
     """The rows that the model learned an item from, by step."""
-    uses = [use for document in item["documents"] for use in document["uses"]]
+    return by_step(use for document in item["documents"] for use in document["uses"])
+
+
+def by_step(uses: Iterable[ItemUse]) -> list[ItemUse]:
+    """Rows in the order of their steps."""
     return sorted(uses, key=lambda use: (use["step"], use["row"]))
 
 
-def losses_of(item: FoundItem) -> tuple[float | None, float | None]:
-    """(loss before the first step that trained on an item, loss of the last later step that did).
+def losses_of(found: FoundDocument) -> tuple[float | None, float | None]:
+    """(loss before the first step that trained on an item's words in a document, loss of the last
+    later step that did).
 
     None if it is not known: a step computes a row's loss before it learns from the row.
     """
-    uses = uses_of(item)
+    uses = found["uses"]
     if not uses:
         return None, None
     before = uses[0]["loss"]
@@ -285,6 +290,7 @@ class Benchmark:
         """
         documents: dict[int, list[FoundDocument]] = {}  # by item
         for split, place, shared, without in hits:
+            learned_from = uses.get((place.name, shared.item), []) if split == TRAIN else []
             found: FoundDocument = {
                 "document": place.name,
                 "bucket": place.bucket,
@@ -292,7 +298,7 @@ class Benchmark:
                 "without": without,
                 "shared": shared.num_ngrams,
                 "words": shared.words,
-                "uses": uses.get((place.name, shared.item), []) if split == TRAIN else [],
+                "uses": by_step(learned_from),
             }
             documents.setdefault(shared.item, []).append(found)
 

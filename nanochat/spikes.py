@@ -44,3 +44,14 @@ def limits(window: Window, sigma: float) -> tuple[float, float]:
 
     losses, norms = zip(*window)
     return limit(losses), limit(norms)
+
+
+def describe(loss: float, grad_norm: float, window: Window, sigma: float) -> str:
+    """Why a step is a spike: its loss and gradient norm, and on which side of its limit each is."""
+    loss_limit, norm_limit = limits(window, sigma)
+    values = (("loss", loss, 6, loss_limit), ("gradient norm", grad_norm, 4, norm_limit))
+    parts = []
+    for name, value, digits, limit in values:
+        side = "within" if value <= limit else "above"
+        parts.append(f"{name} {value:.{digits}f} is {side} its limit {limit:.{digits}f}")
+    return ", ".join(parts)

@@ -99,7 +99,7 @@ from nanochat.run_order import order_of, stream_config
 from nanochat.run_settings import build_model as build_model  # forks import it from here
 from nanochat.run_settings import derive, device_memory, how_to_extend, resolve
 from nanochat.run_settings import estimate_memory as estimate_memory
-from nanochat.schedule import Horizon
+from nanochat.schedule import HORIZON, Horizon
 from nanochat.sources import RunData, check_files, open_data, warn_of_arrivals
 from nanochat.steps import Progress
 from nanochat.stream import open_stream
@@ -372,6 +372,9 @@ def _inspect(run_dir: Path, settings: Settings, device: torch.device) -> Start:
         device_memory(device, settings.world_size),
         manifests.get("train"),
     )
+    if config.get("derived", {}).get("num_iterations") == horizon.num_iterations:
+        # such as --num-iterations with the length that a curriculum has
+        notices = {change: effect for change, effect in notices.items() if effect != HORIZON}
     if parent is not None:
         settings = note_length(settings, parent, horizon.num_iterations)
         checkpoint = first_checkpoint(parent, settings, model_config)
@@ -631,7 +634,11 @@ def open_run(
             f"{run_dir / DATA_MANIFEST}: missing, so this run has read no data; start it first"
         )
     manifests = check_files(manifests, *find_folders(run_dir, data_path, val_path))
-    tokenizer, config = get_tokenizer(run_dir / "tokenizer"), stream_config(settings)
+    tokenizer = get_tokenizer(run_dir / "tokenizer")
+    try:
+        config = stream_config(settings)
+    except ValueError as e:
+        raise ValueError(f"{run_dir / CONFIG_NAME}: {e}") from None
     return open_data(manifests, tokenizer, as_stored=not config.framed), config, settings
 
 

@@ -56,7 +56,7 @@ from nanochat.run_state import renew_state
 from nanochat.run_stop import Diverged
 from nanochat.run_summary import explain_out_of_memory, print_split, print_summary
 from nanochat.schedule import Schedule
-from nanochat.spikes import MOST_IN_A_ROW, remember
+from nanochat.spikes import MOST_IN_A_ROW, describe, remember
 from nanochat.start_run import (
     Over,
     Run,
@@ -483,11 +483,13 @@ def note_outcome(training: Training, journal: Journal, totals: StepTotals) -> No
             progress.window = remember(progress.window, totals.loss, totals.grad_norm)
         return
     progress.skipped += 1
-    why = f"loss {totals.loss:.6f}, gradient norm {totals.grad_norm:.4f}, above the --skip-spikes limit"
-    if totals.outcome is Outcome.EMPTY:
+    sigma = training.settings.skip_spikes
+    if totals.outcome is Outcome.EMPTY or sigma is None:
         why = "no target of its rows has a loss (repeated tokens and --without-documents have none)"
     else:
         progress.skipped_in_a_row += 1
+        spike = describe(totals.loss, totals.grad_norm, progress.window, sigma)
+        why = f"{spike} (--skip-spikes)"
     print0(
         f"warning: step {progress.step} was not applied: {why}; {counted(progress.skipped, 'step')} not "
         f"applied so far"

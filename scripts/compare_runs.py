@@ -540,7 +540,7 @@ def history_text(rest: Sequence[Stretch], common: Stretch) -> str:
 def parting_lines(parts: Sequence[Part], parting: Parting, a: Side, b: Side) -> list[str]:
     """Where two histories part, and whether the changes of the forks explain it."""
     common = parting.common
-    gone = " (no longer exists)" if common.run is None else ""
+    gone = " (not here)" if common.run is None else ""
     both = a.log.get("digest", {}).keys() & b.log.get("digest", {}).keys()
     last = max(both, default=parting.step - 1)
     return [

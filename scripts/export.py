@@ -336,15 +336,15 @@ def facts_about(checkpoint: Checkpoint, run: RunReader) -> list[tuple[str, Any]]
     """(fact, value) of a checkpoint."""
     step = checkpoint.step
     measured, value = "bits per byte", "not measured"
-    val = run.newest("val", step)
+    val = run.validation(step)
     if val is not None and val["bpb"] is not None:
         value = f"{val['bpb']:.6f}"
     elif val is not None:
-        measured, value = "loss", f"{val['loss']:.6f}"
-    code = None
-    for launch in run.launches:
-        if launch.first <= step:
-            code = launch.started.get("code")
+        measured, value = "loss in nats per token", f"{val['loss']:.6f}"
+    if val is not None and val["step"] < step:
+        measured += f", at step {val['step']:,}"
+    launch = run.launch_of(step - 1)
+    code = launch.started.get("code") if launch else None
     return [
         ("steps", step),
         ("tokens", checkpoint.trainer_state["tokens"]),
@@ -372,7 +372,8 @@ def model_card(checkpoint: Checkpoint, run: RunReader, num_parameters: int) -> b
     results = seen.read_results(run.run_dir)
     if results:
         lines += ["Benchmarks in the data:", "", *contamination_table(results, step), ""]
-    settings = settings_table(run, paths=False)
+    config = run.config_of(run.launch_of(step - 1))
+    settings = settings_table(run, config, paths=False)
     if settings:
         lines += ["Settings that are not defaults:", "", *settings]
     about = "\n".join(lines)
@@ -454,11 +455,11 @@ def to_nanochat(source: str, out: Path) -> str:
             f"{run_dir / 'tokenizer'}: nanochat reads only byte-pair ranks with <|bos|> in front of each "
             "document; export --to=hf instead"
         )
-    progress = checkpoint.trainer_state.get("progress", {})  # an imported checkpoint has none
-    val = RunReader(run_dir).newest("val", step) or {}
+    val = RunReader(run_dir).validation(step)
+    is_of_this_step = val is not None and val["step"] == step
     meta = {
         "step": step,
-        "val_bpb": val.get("bpb", progress.get("val_bpb")),
+        "val_bpb": val["bpb"] if val and is_of_this_step else None,
         "model_config": asdict(config),
         "user_config": settings.differing(),
         "device_batch_size": settings.device_batch_size,

@@ -63,7 +63,7 @@ from nanochat.run_stream import (
     row_means,
     step_digests,
 )
-from nanochat.run_uses import Ancestry, Part, Traced, content_of, fate, find_items
+from nanochat.run_uses import Ancestry, Part, Traced, content_of, find_items
 from nanochat.spikes import ENOUGH, NORMAL, WINDOW
 from nanochat.start_run import command, find_data, inspect_run
 from nanochat.stream import AnyStream, ledger
@@ -74,6 +74,7 @@ log = logging.getLogger(__name__)
 LINES = 40  # documents that the table of a step shows
 PASSES = 16  # lines that `find` prints for a document that was read in more passes
 STEPS = 8  # rows that such a line names, if there are no more
+ITEM_DOCUMENTS, ITEM_STEPS = 4, 4  # documents of an item that --texts shows, and steps of each
 DOCUMENTS, TRACED = 20, 200  # matches that --text shows, and that it follows through the run
 OUTLIER = 4  # robust deviations above the preceding steps
 AROUND = 8  # steps before a spike that define the usual loss of a bucket
@@ -91,8 +92,9 @@ PASSES_LEGEND = """\
 epochs: passes over the data; rows: how many use it in these epochs; tokens: how many of its tokens are in them; loss:
 their mean; step:row: which rows, the first and the last of many; numbers count from 0; --json prints every row"""
 SEEN_LEGEND = """\
-shared, of: how many of the item's n-grams are in the document, and how many it has; loss before: of the row, at the
-first step that trained on the item; loss after: at the last later one; steps: those whose rows share its n-grams
+shared, of: how many of the item's n-grams are in the document, and how many it has; steps: those that trained on some
+of them in this document, -: none; loss before: of the row, at the first of these steps; loss after: at the last later
+one; first the document with most of the item, trained on or not, then others that were trained on
 n: words of an n-gram; in the data: items that share one with a training document; seen: items that the model learned
 one of; numbers count from 0, lines from 1"""
 JUDGED = ("loss", "grad_norm")  # the numbers of a step in which spikes are looked for
@@ -456,7 +458,8 @@ def remark(ancestry: Ancestry, traced: Traced, left_out: bool) -> str:
         return f"{what}: the run never trains on it"
     if left_out:
         steps = [use.step for one_pass in traced.passes for use in one_pass.uses]
-        if min(steps, default=opened.first_step) < opened.first_step:
+        learned_before = min(steps, default=opened.first_step) < opened.first_step
+        if learned_before or ancestry.gaps:
             return (
                 f"from step {opened.first_step:,} on, its targets are masked (--without-documents)"
             )
@@ -495,9 +498,10 @@ def named_documents(ancestry: Ancestry, args: argparse.Namespace) -> list[Traced
     used.sort(key=lambda traced: traced.first_step)
     found = used + others
     if not found:
+        unsearched = f". {ancestry.gap_sentence()}" if ancestry.gaps else ""
         raise ValueError(
             f"--text: {args.text!r} occurs in no document of the files of {ancestry.who()}; capitals, "
-            f"spaces and line breaks count"
+            f"spaces and line breaks count{unsearched}"
         )
     is_cut = next(matches, None) is not None
     if not args.json:
@@ -522,7 +526,7 @@ def matches_of(parts: Sequence[Part], text: str) -> Iterator[tuple[Part, Documen
 
 
 def passes_of(
-    opened: Opened,
+    ancestry: Ancestry,
     traced: Traced,
     ids: np.ndarray,
     losses_of: Callable[[int], list[float | None] | None],
@@ -538,7 +542,7 @@ def passes_of(
             line = use._asdict()
             line["loss"] = losses[use.row] if losses else None
             if text:  # a row may hold another part of the document, or all of it without a loss
-                decode = opened.data.tokenizer.decode
+                decode = ancestry.opened.data.tokenizer.decode
                 part = decode(ids[use.start : use.stop].tolist())
                 without_loss = decode(ids[use.start : use.start + use.off].tolist())
                 line["has_text"] = part.count(text) > without_loss.count(text)
@@ -546,7 +550,7 @@ def passes_of(
         of_epoch = asdict(one_pass)
         of_epoch["uses"] = uses
         of_epoch["cropped_after"] = one_pass.cropped_after
-        of_epoch["fate"] = fate(opened, one_pass)
+        of_epoch["fate"] = ancestry.fate(one_pass)
         passes.append(of_epoch)
     return passes
 
@@ -564,7 +568,7 @@ def show_find(opened: Opened, args: argparse.Namespace) -> int:
         of_run, split, document, _ = traced
         left_out = seen.is_masked(traced.source, document)
         ids, words, origin = content_of(of_run, traced.source, document)
-        passes = passes_of(opened, traced, ids, losses_of, args.text)
+        passes = passes_of(ancestry, traced, ids, losses_of, args.text)
         uses = [use for of_epoch in passes for use in of_epoch["uses"]]
         in_a_row += any(use.get("has_text") for use in uses)
         if origin is not None:
@@ -577,6 +581,7 @@ def show_find(opened: Opened, args: argparse.Namespace) -> int:
                 "split": split,
                 "text": words,
                 "without": left_out,
+                "not_searched": ancestry.gaps,
             }
             if origin is not None:
                 head["line"] = origin.line
@@ -600,6 +605,8 @@ def show_find(opened: Opened, args: argparse.Namespace) -> int:
             print(reason)
     if args.text and not args.json and len(shown) > 1:
         print(f"{visible(args.text)!r}: a row has all of it for {in_a_row} of these {len(shown)}")
+    if ancestry.gaps and not args.json:
+        print(ancestry.gap_sentence())
     for legend in filter(None, legends):
         print(legend)
     return 0
@@ -651,11 +658,16 @@ def print_groups(passes: Sequence[Mapping[str, Any]], *, with_text: bool) -> Non
         if with_text:
             line.append(sum(use["has_text"] for use in uses))
         names = [f"{use['step']}:{use['row']}" for use in uses]
-        if len(names) > STEPS:
-            names = [*names[: STEPS - 2], "...", names[-1]]
-        lines.append([*line, " ".join(names)])
+        lines.append([*line, " ".join(abridged(names, STEPS))])
     print(f"{len(passes):,} passes, up to {size} in a line:")
     print(*table([*columns, "step:row"], lines), sep="\n")
+
+
+def abridged(names: Sequence[str], most: int) -> Sequence[str]:
+    """At most `most` of some names: of more, the first ones, dots and the last one."""
+    if len(names) <= most:
+        return names
+    return [*names[: most - 2], "...", names[-1]]
 
 
 def print_endings(passes: Sequence[Mapping[str, Any]]) -> None:
@@ -730,24 +742,52 @@ def show_items(opened: Opened, args: argparse.Namespace) -> int:
 
 
 def print_items(results: Mapping[str, seen.TaskResult]) -> None:
-    """Print a table of the first items that were found, those that were seen first."""
+    """Print a table of the first items that were found, those that were seen first: a line per
+    document that has words of an item."""
+    found = [(label, item) for label, result in results.items() for item in result["found"]]
+    found.sort(key=lambda of_task: not seen.uses_of(of_task[1]))
     rows = []
-    for label, result in results.items():
-        for item in result["found"]:
-            uses = seen.uses_of(item)
-            before, after = seen.losses_of(item)
-            # of the documents that the steps are from, if there are steps
-            best = max(item["documents"], key=lambda found: (bool(found["uses"]), found["shared"]))
-            steps = ", ".join(str(step) for step in sorted({use["step"] for use in uses})[:WORST])
-            name = visible(best["document"]) + " (validation)" * (best["split"] != seen.TRAIN)
-            cells = [visible(label), item["line"], name, best["shared"], item["ngrams"]]
-            rows.append([*cells, steps or "-", before, after])
-    rows.sort(key=lambda row: row[5] == "-")
+    others = {}  # {number of a row: a line below it}
+    for label, item in found[:DOCUMENTS]:
+        documents = shown_documents(item)
+        for document in documents:
+            rows.append([visible(label), item["line"], *cells_of(document, item["ngrams"])])
+        hidden = [document for document in item["documents"] if document not in documents]
+        if hidden:
+            trained = sum(bool(document["uses"]) for document in hidden)
+            count = counted(len(hidden), "more document")
+            others[len(rows) - 1] = f"    and {count} ({trained} trained on; --json shows all)"
     columns = ["task", "line", "document", "shared", "of", "steps", "loss before", "loss after"]
     if rows:
-        print(*table(columns, rows[:DOCUMENTS]), sep="\n")
-    if len(rows) > DOCUMENTS:
-        print(f"{DOCUMENTS} of {len(rows):,} items; --json shows all")
+        heading, *lines = table(columns, rows)
+        print(heading)
+        for number, line in enumerate(lines):
+            print(line)
+            if number in others:
+                print(others[number])
+    if len(found) > DOCUMENTS:
+        print(f"{DOCUMENTS} of {len(found):,} items; --json shows all")
+
+
+def shown_documents(item: seen.FoundItem) -> list[seen.FoundDocument]:
+    """The documents that the table shows of an item, at most ITEM_DOCUMENTS: the one that has most
+    of it, trained on or not, and others that were trained on, those that have most of it first."""
+
+    def rank(document: seen.FoundDocument) -> tuple[int, bool, bool]:
+        return document["shared"], bool(document["uses"]), document["split"] == seen.TRAIN
+
+    closest, *others = sorted(item["documents"], key=rank, reverse=True)
+    trained = [document for document in others if document["uses"]]
+    return [closest, *trained][:ITEM_DOCUMENTS]
+
+
+def cells_of(document: seen.FoundDocument, num_ngrams: int) -> list[Any]:
+    """The cells of the table of items that are about a document. `num_ngrams`: of the item."""
+    name = visible(document["document"]) + " (validation)" * (document["split"] != seen.TRAIN)
+    steps = sorted({use["step"] for use in document["uses"]})
+    shown = abridged([str(step) for step in steps], ITEM_STEPS)
+    before, after = seen.losses_of(document)
+    return [name, document["shared"], num_ngrams, ", ".join(shown) or "-", before, after]
 
 
 # ---- the command line ---------------------------------------------------------------------------

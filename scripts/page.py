@@ -288,8 +288,11 @@ def figures_of(run: Run) -> dict[str, str]:
     """The most important figures of a run as {name: value}."""
     done = run.reached
     evaluated = [*run.val_bpb.items()]
-    newest = evaluated[-1][1] if evaluated else None
+    newest = None
     measured = "bits per byte"
+    if evaluated:
+        step, newest = evaluated[-1]
+        measured += "" if step == done else f" at step {step:,}"
     if len(evaluated) > 1:
         step, first = evaluated[0]
         when = "at first" if step == run.first_step else f"at step {step:,}"
@@ -320,7 +323,8 @@ def folded_card(title: str, content: str, *, is_open: bool) -> str:
 
 def swatch(run: Run) -> str:
     """The name of a run, behind its color."""
-    return f'<span class="swatch c{run.index % 8}"></span><b>{escape(run.name)}</b>'
+    line, color = divmod(run.index, 8)  # as in page.html: eight colors, then dashed lines
+    return f'<span class="swatch c{color} d{line % 4}"></span><b>{escape(run.name)}</b>'
 
 
 def pill(run: Run) -> str:
@@ -340,7 +344,9 @@ def tree(runs: Sequence[Run]) -> str:
         fork = status.fork_text(run.state, below_parent=run.depth > 0) or ""
         texts = [fork, counted(run.reached, "step")]
         if run.val_bpb:
-            texts.append(f"{show([*run.val_bpb.values()][-1])} bits per byte")
+            step, bpb = [*run.val_bpb.items()][-1]
+            when = "" if step == run.reached else f" at step {step:,}"
+            texts.append(f"{show(bpb)} bits per byte{when}")
         about = escape("; ".join(filter(None, texts)))
         content = f'{branch}{swatch(run)}{pill(run)} <span class="soft">{about}</span>'
         items += f'<p style="margin-left: {20 * run.depth}px">{content}</p>'
@@ -560,7 +566,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         runs = open_runs(folders)
         watch = args.watch and any(run.alive for run in runs)
         out.parent.mkdir(parents=True, exist_ok=True)
-        write_bytes(args.out, make_page(runs, refresh=watch).encode())
+        text = make_page(runs, refresh=watch)
+        write_bytes(args.out, text.encode(errors="backslashreplace"))
         names = ", ".join(run.name for run in runs)
         print(f"wrote {out}: {names}", flush=True)
         if not watch:

@@ -80,12 +80,12 @@ class Process:
 
 def launch_of(run: RunReader, step: int) -> Launch:
     """The last launch that took a step. ValueError if the log does not have it."""
-    found = [launch for launch in run.launches if launch.first <= step < launch.last]
-    if not found:
+    launch = run.launch_of(step)
+    if launch is None:
         raise ValueError(
             f"{run.log_path}: no launch has taken step {step}, so it cannot be replayed"
         )
-    return found[-1]
+    return launch
 
 
 def nearest_save(run: RunReader, step: int) -> Checkpoint | None:

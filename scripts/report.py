@@ -75,7 +75,7 @@ def result_part(run: RunReader) -> list[str]:
             f"byte of a unigram model for comparison."
         )
         lines.append(escape_html(sentence))
-    elif run.steps and evaluation["step"] != run.num_steps:
+    elif not is_last(run, evaluation["step"]):
         lines.append(
             f"The evaluation is from step {evaluation['step']:,}; training continued after it."
         )
@@ -85,20 +85,35 @@ def result_part(run: RunReader) -> list[str]:
 def quality_figures(run: RunReader) -> dict[str, Any]:
     """{figure: value}: what the model learned; None if it is not known."""
     val = run.val_bpb
+    figures = {"validation bits per byte, before training": val.get(0)}
     last_step = max(val, default=0)
-    last_val = val[last_step] if last_step else None
+    if last_step:
+        figures[f"validation bits per byte, {when(run, last_step)}"] = val[last_step]
     evaluation = run.evaluation
-    is_older = "val_bpb" not in evaluation and last_step < run.num_steps
-    after = f"at step {last_step:,}" if last_val is not None and is_older else "after"
-    figures = {
-        "validation bits per byte, before training": val.get(0),
-        f"validation bits per byte, {after}": evaluation.get("val_bpb", last_val),
-        "bits per byte of a unigram model on the same tokens": evaluation.get("unigram_bpb"),
-    }
-    for bucket, bpb in evaluation.get("train_bpb", {}).items():
-        figures[f"training bits per byte, `{bucket}`"] = bpb
-    figures["CORE metric"] = evaluation.get("core", {}).get("core_metric")
+    if not evaluation:
+        return figures
+
+    # the evaluation, which may be of an older checkpoint
+    step = evaluation["step"]
+    at = "" if is_last(run, step) else f", {when(run, step)}"
+    if "val_bpb" in evaluation:
+        figures[f"validation bits per byte, {when(run, step)}"] = evaluation["val_bpb"]
+    unigram = evaluation.get("unigram_bpb")
+    figures["bits per byte of a unigram model on the same tokens"] = unigram
+    for bucket, bpb in evaluation["train_bpb"].items():
+        figures[f"training bits per byte, `{bucket}`{at}"] = bpb
+    figures[f"CORE metric{at}"] = evaluation.get("core", {}).get("core_metric")
     return figures
+
+
+def is_last(run: RunReader, step: int) -> bool:
+    """Whether a step is the last of a run; if the run has no log, its only evaluation is."""
+    return not run.steps or step == run.num_steps
+
+
+def when(run: RunReader, step: int) -> str:
+    """ "after" the last step, or the step itself."""
+    return "after" if is_last(run, step) else f"at step {step:,}"
 
 
 def training_figures(run: RunReader) -> dict[str, Any]:
@@ -134,7 +149,7 @@ def settings_part(run: RunReader, stages: Sequence[Stage]) -> list[str]:
     return [
         *of_stages,
         *markdown(("stage", "time", "runs", "failed or stopped"), times),
-        *settings_table(run),
+        *settings_table(run, run.last_config),
         *markdown(("derived", "value"), tables["worked out"]),
         "<details><summary>settings at their defaults</summary>",
         "",
@@ -245,7 +260,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     output = args.output or run.run_dir / "report.md"
     has_stages = args.stages is not None and args.stages.is_file()
     stages = read_stages(args.stages) if has_stages else []
-    write_bytes(output, make_report(run, stages).encode())
+    write_bytes(output, make_report(run, stages).encode(errors="backslashreplace"))
     print(f"{run.name}: {run.outcome}", *result_part(run), f"report: {output}", sep="\n")
     return 0
 

@@ -19,7 +19,7 @@ Forks are listed below their parent, with the step at which they branch off and 
     mine      completed
       warm    completed       @10: matrix_lr 0.02 -> 0.01
         hot   running         @20: matrix_lr 0.01 -> 0.04
-    lost      completed       old@500 (no longer exists): nothing changed
+    lost      completed       old@500 (not here): nothing changed
 """
 
 import argparse
@@ -92,7 +92,7 @@ def fork_text(run: dict[str, Any], *, below_parent: bool = False) -> str | None:
         return None
     fork = Fork(**run["fork"])
     place = f"@{fork.step:,}" if below_parent else fork.place
-    note = "" if run["parent"] else " (no longer exists)"
+    note = "" if run["parent"] else " (not here)"
     return f"{place}{note}: {changes_text(fork.changes)}"
 
 
@@ -137,11 +137,9 @@ def status_text(run: dict[str, Any]) -> str:
         if run["liveness"] == "alive":
             values["processes"] = processes_of(run)
     values["folder"] = run["run"]
-    lines = []
-    for name, value in values.items():
-        if value not in (None, "", "-", 0):
-            lines.append(f"{name:17}{show(value)}")
-    return "\n".join(lines)
+    shown = {name: value for name, value in values.items() if value not in (None, "", "-", 0)}
+    width = max(17, 2 + max(map(len, shown)))
+    return "\n".join(f"{name:{width}}{show(value)}" for name, value in shown.items())
 
 
 def mirror_text(run: dict[str, Any]) -> str | None:

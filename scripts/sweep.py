@@ -90,6 +90,9 @@ def read_row(run_dir: Path) -> Row | None:
     check_shape(run.config, CONFIG, run_dir / CONFIG_NAME)
     derived = run.config["derived"]
     budget = run.config["target_flops"]
+    # the results of its last step
+    val = run.validation(run.num_steps)
+    evaluation = run.evaluation if run.evaluation.get("step") == run.num_steps else {}
     files: dict[str, dict[str, str]] = {}
     for split, buckets in run.manifests.items():
         files[split] = {bucket: fingerprint(manifest) for bucket, manifest in buckets.items()}
@@ -102,8 +105,8 @@ def read_row(run_dir: Path) -> Row | None:
         "params_scaling": derived["params_transformer_matrices"] + derived["params_lm_head"],
         "tokens": run.num_tokens,
         "flops": float(derived["flops_per_token"] * run.num_tokens),
-        "val_bpb": next(reversed(run.val_bpb.values()), run.evaluation.get("val_bpb")),
-        "core": run.evaluation.get("core", {}).get("core_metric"),
+        "val_bpb": val["bpb"] if val and val["step"] == run.num_steps else None,
+        "core": evaluation.get("core", {}).get("core_metric"),
         "tokens_per_s": run.median("tokens_per_s"),
         "train_time_s": 3600 * run.axes()["hours"][-1],  # like the tokens, with its ancestors'
         "peak_memory_bytes": run.peak_memory_bytes,

@@ -31,7 +31,7 @@ from tqdm import tqdm
 
 from nanochat.cli import Parser, run_main, sigterm_interrupts, whole
 from nanochat.common import AnyPath, as_local_path, as_path, counted
-from nanochat.files import DataPath, data_at
+from nanochat.files import DataPath, data_at, no_such_data
 from nanochat.pretokenize import TOKENIZER, Input, Pretokenizer, Windows, describe_tokenizer
 from nanochat.splits import find_splits, last_of, split_train_val
 from nanochat.text import SUFFIXES, Selection, add_text_flags, text_suffix
@@ -131,7 +131,7 @@ def find_inputs(data: DataPath, *, shared: bool = False) -> list[Input]:
     (--val-fraction) both splits read every file. FileNotFoundError if there is no input, ValueError
     for ambiguous ones."""
     if not data.files and not data.folder.exists():
-        raise FileNotFoundError(f"--input-dir {data}: no such folder")
+        raise no_such_data(data.folder)
     splits: dict[str, dict[str, list[AnyPath]]] = {"train": {}, "val": {}}
     if shared:
         splits = split_train_val(data, by_bucket=True, shared=True)

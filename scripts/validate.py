@@ -7,7 +7,7 @@ Checks configuration, files, tokenizer, an existing run of the same name, and di
 prints the plan: how much each phase takes from each bucket, how much the bucket has, how much of
 that is usable before the first lane runs dry; the number of passes; the cropped, repeated and
 padded tokens; and the exact step at which a bucket runs dry. The plan is exact for token files,
-whose documents have known lengths; for text it is an estimate from a sample, with which training
+and for text of up to about 32 MB; for more it is an estimate from a sample, with which training
 starts even if it shows a halt.
 
 With --decontaminate, it also searches the run's files for the items of a benchmark, and lists the
@@ -27,14 +27,13 @@ import torch
 
 from nanochat import seen
 from nanochat.any_step import check_step, unsaved_step
-from nanochat.checkpoint import TIMED_KEPT
 from nanochat.cli import EXIT_FAILED, Parser, run_main, setup_logging, whole
 from nanochat.common import as_path, counted, local_copy, table
 from nanochat.config import Settings, add_flags, from_flags
 from nanochat.dist import autodetect_device_type
 from nanochat.plan import Plan, make_run_plan
 from nanochat.plan_report import likely_problem, plan_lines, problem, refusal, warnings
-from nanochat.run_dir import find_run_at, is_run_dir, run_path
+from nanochat.run_dir import Fork, find_run_at, is_run_dir, run_path
 from nanochat.run_order import order_of
 from nanochat.run_owner import check_free
 from nanochat.run_settings import build_model, describe_memory, device_memory, estimate_memory
@@ -43,7 +42,6 @@ from nanochat.start_run import Run, Start, command, find_data, inspect_run
 from nanochat.text import TEXT_FIELD
 
 COPIES = 2  # checkpoints on disk at once: the old one is deleted when the new one is complete
-BY_TIME = TIMED_KEPT + 1  # the same with timed saves; at the end `final` replaces one
 
 LEGEND = """\
 trained: tokens in rows, with the repeated ones; usable: until the first lane runs dry, "-" if that is not in sight
@@ -186,10 +184,11 @@ def ok(text: str) -> None:
 def check_disk(start: Start, num_bytes: int) -> None:
     """Print whether checkpoints of `num_bytes` each fit on the disk. ValueError if not even the
     first few do."""
-    every, num_steps = start.settings.save_every, start.horizon.num_iterations
+    num_steps = start.horizon.num_iterations
     folder = next(p for p in (start.run_dir, *start.run_dir.parents) if p.exists())
     free = shutil.disk_usage(folder).free
-    number = start.settings.number_of_saves(num_steps) + (BY_TIME if every < 0 else 1)
+    fork = Fork.of(start.settings.fork)
+    number = start.settings.number_kept(num_steps, fork_step=fork.step if fork else None)
     needs = (
         f"{free / 1e9:,.1f} GB free in {folder}, a checkpoint takes about {num_bytes / 1e9:,.3f} GB, the run "
         f"keeps {number:,}"

@@ -423,7 +423,10 @@ def test_a_removed_flag_is_refused_with_what_happens_now(capsys, flag, advice):
 def test_the_notation_and_last_duration_of_a_curriculum_may_change():
     longer = {**MIX, "phases": [{"duration_tokens": 99, "mix": {"web": 0.5}}]}
     then, now = (replace(RUN, curriculum=mix) for mix in (MIX, longer))
-    assert resume_settings(then.to_json(), now, run_dir=RUN_DIR) == (now, {})
+    settings, notices = resume_settings(then.to_json(), now, run_dir=RUN_DIR)
+    assert settings == now
+    before = MIX["phases"][-1]["duration_tokens"]
+    assert [*notices] == [f"--curriculum: its last phase had {before:,} tokens, now 99"]
     more = {**MIX, "phases": [*MIX["phases"], {"duration_tokens": 5, "mix": {"code": 1}}]}
     with pytest.raises(ValueError) as caught:
         resume_settings(then.to_json(), replace(RUN, curriculum=more), run_dir=RUN_DIR)

@@ -2,6 +2,7 @@
 bundles."""
 
 import math
+import re
 from dataclasses import replace
 
 import pytest
@@ -210,6 +211,14 @@ def test_results_do_not_depend_on_other_rows_of_the_batch(bundle, repeater, monk
 
 
 # ---- bundles -------------------------------------------------------------------------------------
+
+
+def test_half_a_surrogate_pair_in_a_bundle_is_named(tmp_path):
+    """Regression: a UnicodeEncodeError that named no file."""
+    config = make_eval_bundle(tmp_path, num_items=10) / "core.yaml"
+    config.write_text(re.sub("dataset_uri: .*", r'dataset_uri: "\\uD800"', config.read_text()))
+    with pytest.raises(ValueError, match=rf"^{config}: not valid YAML .*surrogates not allowed"):
+        read_bundle(tmp_path)
 
 
 def test_max_per_task_takes_the_same_items_every_time(bundle):

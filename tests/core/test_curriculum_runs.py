@@ -364,6 +364,21 @@ def test_no_validation_file_is_odd_whose_bucket_is_left_out_and_a_fork_gets_no_a
     assert "--val-fraction" not in outcome.out + outcome.err
 
 
+def test_a_resume_prints_a_last_phase_that_changes_the_length_and_no_setting_that_keeps_it(
+    workplace,
+):
+    """Regression: it printed nothing of the first, and a warning of the second."""
+    shorter = mix_file([(2, {"web": 1}), (1, {"code": 1})])
+    succeed(shorter)
+    again = succeed(shorter, num_iterations=3)
+    assert "nothing to do" in again.out and "ignored settings" not in again.out
+    longer = mix_file([(2, {"web": 1}), (3, {"code": 1})], name="longer.yaml")
+    change = f"--curriculum: its last phase had {STEP:,} tokens, now {3 * STEP:,}"
+    out = succeed(longer).out
+    assert f"changed: {change} (moves the end of the run: schedules stretch or shrink" in out
+    assert out.count("changed: ") == 1 and len(digests()) == 5
+
+
 def test_a_budget_that_is_not_the_curriculums_is_refused_unless_allowed(workplace):
     mix = mix_file([(2, {"web": 1}), (3, {"code": 1})])
     for steps_ in (3, 7):

@@ -350,6 +350,12 @@ def test_a_path_that_no_file_can_have_is_no_such_folder(path, data_format):
             r"no such data folder; download data .* without \.bin if --data-format is set",
         ),
         (
+            lambda p: [(p / name).mkdir() for name in ("web", "code", ".git")],
+            "other",
+            "text",
+            r"other: no such data folder; beside it: code, web; download data .*",
+        ),
+        (
             lambda p: (p / "mytext").mkdir(),
             "mytxt",
             "text",

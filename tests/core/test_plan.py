@@ -98,6 +98,18 @@ def test_the_figures_of_books_are_those_of_the_rows_although_most_tokens_are_pen
     assert bucket.passes == pytest.approx(num_rows * 12 / bucket.tokens, rel=0.1)
 
 
+def test_rows_of_concat_share_one_token_each(tmp_path):
+    """Regression: books of which little was placed seemed to share almost none."""
+    data = source(tmp_path / "a", [[990] * 60])
+    config = StreamConfig(T=16, V=4, layout="concat", max_epochs=1)
+    plan = make_plan(config, {"a": data}, rows_per_step=8, num_steps=50)
+    bucket = plan.buckets["a"]
+    shared = 50 * 8 - 4  # the first row of each lane shares none
+    assert bucket.exact and bucket.account["repeated"] == shared
+    assert bucket.repeated == shared / (50 * 8 * 17)
+    assert bucket.passes == pytest.approx(50 * 8 * 16 / bucket.tokens, rel=0.01)
+
+
 def test_a_stop_ends_the_planning_of_rows(tmp_path):
     data = source(tmp_path / "a", [[20] * 50])
     config = StreamConfig(T=16, V=4, buffer_size=64, max_epochs=1)
@@ -226,6 +238,12 @@ def test_a_bucket_of_a_few_books_that_runs_dry_at_once_is_cropped(tmp_path):
     assert "--long-docs=split" in warnings(plan)[0] and "--lanes" not in warnings(plan)[0]
 
 
+@pytest.fixture
+def much_text(monkeypatch):
+    """All text is too much to be tokenized for a plan."""
+    monkeypatch.setattr(plan_module, "WHOLE_TEXT_TOKENS", 0)
+
+
 def test_the_share_without_loss_of_cropped_windows_is_that_of_their_rows(tmp_path):
     """Regression: what was still pending counted, too, so a short run seemed to train on nothing."""
     data = source(tmp_path / "a", [[40] * 500], windows=True)
@@ -237,7 +255,9 @@ def test_the_share_without_loss_of_cropped_windows_is_that_of_their_rows(tmp_pat
     assert plan.crops and plan.buckets["data"].silent == pytest.approx(exact, abs=0.05)
 
 
-def test_a_few_books_among_many_notes_are_estimated_by_the_sizes_of_their_files(tmp_path):
+def test_a_few_books_among_many_notes_are_estimated_by_the_sizes_of_their_files(
+    tmp_path, much_text
+):
     """Regression: documents were sampled file by file, so eight books counted like eight hundred."""
     rng = np.random.default_rng(0)
     for number in range(8):
@@ -257,7 +277,40 @@ def test_a_few_books_among_many_notes_are_estimated_by_the_sizes_of_their_files(
     assert len(text.groups) > len(sample.of_group), "some groups are scaled"
 
 
-def test_text_is_estimated_from_a_sample(tmp_path):
+@pytest.mark.parametrize("seed", range(5))
+def test_the_tokens_of_text_do_not_depend_on_the_long_documents_of_the_sample(
+    tmp_path, much_text, seed
+):
+    """Regression: the lengths of the sampled documents stood for all, and were 20 % off."""
+    rng = np.random.default_rng(seed)
+    for number in range(3):
+        sizes = np.exp(rng.normal(5, 1.5, 500)).astype(int)  # a few documents hold most tokens
+        texts = ["".join(map(chr, rng.integers(97, 123, size))) for size in sizes]
+        write_parquet(tmp_path / f"{number}.parquet", texts, group_size=500)
+    text = open_source(scan(tmp_path), Tokenizer(1000))
+    exact = sum(
+        len(document.ids)
+        for group, n in enumerate(text.groups.tolist())
+        for document in text.read(group, np.arange(n))
+    )
+    sample = Sample(text)
+    assert sample.total(sample.lengths) == pytest.approx(exact, rel=0.02)
+    assert sample.total(np.ones_like(sample.lengths)) == 1500, (
+        "documents are counted, not estimated"
+    )
+
+
+def test_the_plan_of_little_text_is_exact(tmp_path):
+    path = write_parquet(tmp_path / "t.parquet", some_texts(400, seed=3))
+    text = open_source(scan(path.parent), Tokenizer(1000))
+    config = StreamConfig(T=16, V=4, max_epochs=1, buffer_size=8)
+    plan = make_plan(config, {"data": text}, rows_per_step=8, num_steps=2000)
+    done, accounts, _ = run(config, {"data": text}, R=8, steps=2000, drop_dry=False)
+    assert not plan.estimate and plan.halt and plan.steps == done
+    assert plan.buckets["data"].account == accounts["data"]
+
+
+def test_much_text_is_estimated_from_a_sample(tmp_path, much_text):
     path = write_parquet(tmp_path / "t.parquet", some_texts(400, seed=3))
     text = open_source(scan(path.parent), Tokenizer(1000))
     config = StreamConfig(T=16, V=4, max_epochs=1, buffer_size=8)

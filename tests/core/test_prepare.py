@@ -7,13 +7,12 @@ import shutil
 import signal
 import threading
 import time
-from functools import partial
 
 import pyarrow.parquet as pq
 import pytest
 
 from nanochat import prepare
-from nanochat.common import Stop, stops_if
+from nanochat.common import Stop, check_stop, stops_if
 from nanochat.files import data_at
 from nanochat.pins import fingerprint, read_manifests
 from nanochat.sources import check, check_files, open_source, scan, warn_of_arrivals
@@ -435,7 +434,7 @@ def test_a_folder_that_is_linked_names_the_files_of_its_own(data, base_dir, caps
     moved = data.rename(data.with_name("moved"))
     scan(moved)
     prepare.main([])
-    assert str(moved / "a.jsonl") in capsys.readouterr().out
+    assert f"{moved}: a.jsonl, " in capsys.readouterr().out
 
 
 def test_the_command_removes_all_folders_and_those_of_older_versions(data, base_dir, capsys):
@@ -453,6 +452,16 @@ def test_the_command_removes_the_named_folder_alone(data, base_dir):
     assert folders(base_dir) == [second]
     with pytest.raises(ValueError, match="no such folder"):
         prepare.main(["../runs", "--remove"])
+
+
+def test_the_list_names_a_common_folder_and_12_digits_of_its_commit_once():
+    """Regression: the commit and the path of each file, 230 characters."""
+    folder = f"hf://datasets/own/set@{'0123456789abcdef' * 2}01234567/data"
+    names = [f"{folder}/{name}.jsonl" for name in ("a", "sub/b")]
+    described = "hf://datasets/own/set@0123456789ab/data: a.jsonl, sub/b.jsonl"
+    assert prepare.describe_sources(names) == described
+    assert prepare.describe_sources(["/a/x.jsonl"]) == "/a: x.jsonl"
+    assert prepare.describe_sources(["hf://a/x", "hf://b/x"]) == "hf://a/x, hf://b/x"
 
 
 def test_hard_links_are_counted_once(data, base_dir):
@@ -480,8 +489,16 @@ def test_sigterm_ends_a_launch_that_prepares_its_text_and_leaves_no_run(tmp_path
 
 
 def sigterm_in_the_second_group():
+    """A thread prepares the file: it goes on only when the main thread has seen the signal."""
+
+    def send_and_await() -> None:
+        training.send(signal.SIGTERM)
+        for _ in range(1000):
+            check_stop()
+            time.sleep(0.01)
+
     prepare.GROUP_DOCUMENTS = 8
-    training.before("nanochat.prepare._columns", 2, partial(training.send, signal.SIGTERM))
+    training.before("nanochat.prepare._columns", 2, send_and_await)
 
 
 def test_a_run_on_jsonl_resumes_with_the_same_digests_after_its_folder_is_removed(tmp_path, capsys):

@@ -295,7 +295,7 @@ def test_each_folder_is_a_bucket_and_its_last_file_validates(tmp_path, names, pa
             r"c/a\.jsonl is in neither train/ nor val/",
         ),
         (["a.md"], "no .parquet, .jsonl, .jsonl.gz, .jsonl.zst, .txt, .arrow file below it"),
-        ([], "no such folder"),
+        ([], "none: no such data folder"),
     ],
 )
 def test_ambiguous_inputs_are_refused(tmp_path, names, what):

@@ -509,7 +509,7 @@ MAKERS = [
             ("--task-index=2 --num-tasks=2", ("--task-index 2 --num-tasks 2",)),
             ("--num-tasks=0", ("--num-tasks 0",)),
             ("--tokenizer=gpt9", ("--tokenizer gpt9: no tokenizer here",)),
-            ("--input-dir=nowhere", ("--input-dir nowhere: no such folder",)),
+            ("--input-dir=nowhere", ("nowhere: no such data folder",)),
             ("--output-dir=data", ("--output-dir",)),
             (
                 "--max-length=32 --format=megatron",

@@ -1,5 +1,7 @@
 """Regression tests of defects that belong to no other test file."""
 
+import json
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -12,13 +14,14 @@ import pytest
 import torch
 
 from nanochat import run_journal
-from nanochat.checkpoint import load_plain
+from nanochat.checkpoint import load_checkpoint, load_plain
 from nanochat.curriculum import Curriculum
 from nanochat.order import StreamConfig
 from nanochat.pins import read_manifests
-from nanochat.plan import read_plan
+from nanochat.plan import BucketPlan, read_plan
+from nanochat.run_dir import newest_events
 from nanochat.stream import open_stream
-from scripts import base_train, compare_runs, report, verify
+from scripts import base_train, compare_runs, inspect_data, report, verify
 from tests import training
 from tests.toy import MemorySource, json_copy
 
@@ -146,11 +149,33 @@ def test_malformed_cursors_are_refused():
             restored([whole[0], {**whole[1], name: value}])
 
 
+PLAN = {
+    **dict.fromkeys(("T", "V", "rows_per_step", "num_steps", "steps"), 1),
+    **dict.fromkeys(("estimate", "allowed", "crops"), False),
+    "halt": "",
+}
+EMPTY_PLAN = json.dumps({**PLAN, "phases": [], "buckets": {}})
+ACCOUNT = ("read", "bos", "emitted", "cropped", "repeated", "padded", "rows", "documents")
+BUCKET = {name: kind is bool or 1 for name, kind in BucketPlan.__annotations__.items()}
+BUCKET["account"] = dict.fromkeys(ACCOUNT, 1)
+PHASE = {"first_step": 0, "tokens": 1, "asked": {"web": "1"}}
+TEXT_IN_PLAN = json.dumps({**PLAN, "phases": [PHASE], "buckets": {"web": BUCKET}})
+
+
 @pytest.mark.parametrize(
     "read, name, text, error",
     [
         (read_plan, "plan.json", "[]", "expected an object"),
         (read_plan, "plan.json", '{"estimate": 1}', "estimate: expected true or false"),
+        (read_plan, "plan.json", EMPTY_PLAN, "has a phase and a bucket, but this one has none"),
+        (read_plan, "plan.json", TEXT_IN_PLAN, "asked: web: expected a whole number"),
+        (
+            read_manifests,
+            "data_manifest.json",
+            '{"train": {"web": {"root": "\\ud800", "files": [{"name": "a", "size": 1, "footer": "", '
+            '"groups": [1]}]}}, "val": {}}',
+            "cannot be a path",
+        ),
         (
             read_manifests,
             "data_manifest.json",
@@ -185,6 +210,34 @@ def test_a_log_with_values_of_wrong_types_is_named(copied):
         ValueError, match=r"train.jsonl: step 0: tokens_per_s: expected a number, got a string"
     ):
         report.main(["run"])
+
+
+def test_a_line_whose_event_is_not_a_name_is_skipped_like_a_broken_one(copied):
+    """Regression: a TypeError in several commands."""
+    log = training.run_dir() / "logs" / "train.jsonl"
+    newest = newest_events(training.run_dir(), 99)
+    whole = log.read_text()
+    log.write_text(whole + '{"event": {"val": 1}, "step": 2}\n{"event": null, "step": 3}\n')
+    assert newest_events(training.run_dir(), 99) == newest
+    assert inspect_data.main(["rows", "run", "--step=3"]) == 0
+
+
+def test_half_a_surrogate_pair_in_a_file_of_a_run_is_named_or_shown(copied):
+    """Regression: UnicodeEncodeErrors that named no file."""
+    run = training.run_dir()
+    seal = training.final() / "trainer_state.json"
+    good = seal.read_text()
+    seal.write_text(re.sub('"checksum": "..', r'"checksum": "\\ud800', good))
+    with pytest.raises(ValueError, match=rf"^{seal}: corrupt"):
+        load_checkpoint(training.final())
+    seal.write_text(good)
+    config = run / "config.json"
+    config.write_text(config.read_text().replace('"model_tag": "run"', r'"model_tag": "\ud800"'))
+    assert report.main(["run"]) == 0
+    assert r"Run `\ud800`" in (run / "report.md").read_text()
+    config.write_text(re.sub('"packing": "[a-z]*"', '"packing": "odd"', config.read_text()))
+    with pytest.raises(ValueError, match=r"config.json.*--packing: got 'odd'"):
+        inspect_data.main(["rows", "run", "--step=3"])
 
 
 def test_the_only_step_of_a_log_with_a_wrong_type_is_named(copied):

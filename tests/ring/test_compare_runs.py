@@ -501,7 +501,7 @@ def test_forks_of_a_deleted_run_are_still_siblings(family):
     shutil.rmtree(family / "runs" / "a")
     differ(family / "runs" / "c", "digest", 4)
     first, *_, verdict = parting("b", "c")
-    assert first == "common history: a (no longer exists), until step 4"
+    assert first == "common history: a (not here), until step 4"
     assert verdict.startswith("as expected: the digest of step 4")
 
 

@@ -21,10 +21,11 @@ from tokenizers import ByteLevelBPETokenizer, Tokenizer
 
 from nanochat import gpt, integrations
 from nanochat.checkpoint import find_checkpoint
-from nanochat.common import get_base_dir
+from nanochat.common import get_base_dir, write_json
 from nanochat.engine import load_model
 from nanochat.files import default_data_dir
 from nanochat.integrations import export_check
+from nanochat.run_reader import RunReader
 from nanochat.tokenizer import RustBPETokenizer, get_tokenizer, replace_surrogates
 from scripts import base_eval, base_train, export, sample
 from tests import training
@@ -366,6 +367,43 @@ def test_config_and_card_describe_the_model(base):
     ):
         assert fact in card, fact
     assert str(base) not in card, "no path of this machine"
+
+
+def test_the_bits_per_byte_of_an_export_are_those_of_its_step_or_name_theirs(base, tmp_path):
+    """Regression: the card of step 6, and nanochat's meta, had the value of step 4."""
+    [older] = [event["bpb"] for event in training.events("val") if event["step"] == 4]
+    checkpoint = find_checkpoint("run@6")
+    card = export.model_card(checkpoint, RunReader(training.run_dir()), 1).decode()
+    assert f"| validation bits per byte, at step 4 | {older:.6f} |" in card
+
+    def meta(out):
+        assert export.main(["run@6", f"{out}", "--to=nanochat"]) == 0
+        return json.loads((out / "base_checkpoints/run/meta_000006.json").read_text())
+
+    assert meta(tmp_path / "older")["val_bpb"] is None
+    result = training.run_dir() / "eval.json"
+    write_json(result, {"step": 6, "val_bpb": 2.5, "train_bpb": {}, "samples": {}})
+    card = export.model_card(checkpoint, RunReader(training.run_dir()), 1).decode()
+    assert "| validation bits per byte | 2.500000 |" in card
+    assert meta(tmp_path / "evaluated")["val_bpb"] == 2.5
+    result.unlink()
+
+
+def test_the_code_and_the_settings_of_a_card_are_those_of_its_steps(base):
+    """Regression: they were those of the launch that began at its step, or of the newest one."""
+    training.succeed(model_tag="moved", num_iterations=4)
+    training.succeed(model_tag="moved", num_iterations=6, eval_every=1)
+    log = training.run_dir("moved") / "logs" / "train.jsonl"
+    first, *_, later = [line for line in log.read_text().splitlines() if '"started"' in line]
+    coded = [{**json.loads(line), "code": code} for line, code in ((first, "old"), (later, "new"))]
+    text = log.read_text()
+    for line, record in zip((first, later), coded):
+        text = text.replace(line, json.dumps(record))
+    log.write_text(text)
+    run = RunReader(training.run_dir("moved"))
+    card = export.model_card(find_checkpoint("moved@4"), run, 1).decode()
+    assert "| code, commit | old |" in card and "| eval_every | 4 |" in card
+    assert "code, commit | new" in export.model_card(find_checkpoint("moved"), run, 1).decode()
 
 
 def test_the_card_of_a_fork_names_its_ancestors_its_split_and_what_it_left_out(base):

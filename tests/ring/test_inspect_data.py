@@ -540,7 +540,55 @@ def test_a_document_is_found_in_the_rows_that_a_run_and_its_ancestors_trained_on
     assert f"ended with step {STEPS - 1}; step {STEPS} would come after it" in caplog.text
     monkeypatch.setattr(RunReader, "parent_dir", None)
     run("find", "child", f"--document={document}")
-    assert "fork of text@15, which no longer exists: its steps are not searched" in caplog.text
+    assert "fork of text@15, which is not here: its steps are not searched" in caplog.text
+
+
+@pytest.fixture
+def orphan(killed, monkeypatch):
+    """A fork of the run "shards", which is then removed; and the documents that it used before the
+    fork."""
+    training.succeed(
+        **RUNS["shards"],
+        **{"model_tag": "child", "data_path": killed.folder / "shards", "fork_from": "shards@15"},
+        **{"curriculum": killed.folder / "mix.yaml", "num_iterations": 16, "leaves": 2},
+    )
+    shutil.rmtree(training.run_dir("shards"))
+    table = killed.tables["shards"]
+    return [name for name, uses in table.items() if min(use[1] for use in uses) < 15]
+
+
+NOT_SEARCHED = "steps 0 to 14 (child continues shards@15, which is not here)"
+
+
+def test_a_fork_without_its_parent_says_which_steps_are_not_searched_for_a_document(orphan):
+    """Regression: of a document that the parent trained on, it said "never trained on"."""
+    outs = [run("find", "child", f"--document={document}") for document in orphan]
+    for out in outs:
+        assert "never trained on" not in out and NOT_SEARCHED in out
+    said = "".join(outs)
+    assert "epoch 0: not trained on from step 15 on: the run ended first" in said
+    assert re.search("tokens [0-9]+ to [0-9]+ not trained on from step 15 on: the run ended", said)
+    [found] = json_lines("find", "child", f"--document={orphan[0]}", "--json")
+    assert found["not_searched"] == [NOT_SEARCHED]
+
+
+def test_a_fork_without_its_parent_says_which_steps_are_not_searched_for_a_text(orphan):
+    out = run("find", "child", "--text=e")
+    assert "the run (from step 15 on) trained on parts of" in out and NOT_SEARCHED in out
+    err = command(inspect_data.main, "find", "child", "--text=no such words").err
+    assert "occurs in no document" in err and err.count(NOT_SEARCHED) == 1
+
+
+def test_a_fork_without_its_parent_may_have_learned_what_it_masks_itself(orphan):
+    """Regression: "the model never learned to predict it" was said of the parent's steps, too."""
+    path = training.run_dir("child") / "data_manifest.json"
+    manifest = json.loads(path.read_text())
+    file, _, number = orphan[0].rpartition(":")
+    [bucket] = [of for of in manifest["train"].values() if file in [f["name"] for f in of["files"]]]
+    bucket["without"] = {file: [int(number)]}
+    path.write_text(json.dumps(manifest))
+    out = run("find", "child", f"--document={orphan[0]}")
+    assert "from step 15 on, its targets are masked" in out and NOT_SEARCHED in out
 
 
 @pytest.fixture
@@ -606,10 +654,24 @@ def test_a_document_that_only_an_ancestor_read_is_found_with_its_steps(without_c
 def test_a_step_that_takes_long_is_announced(killed, monkeypatch, caplog):
     """Regression: a step far beyond the end of a run was packed for minutes without a word."""
     caplog.set_level("INFO")
-    monkeypatch.setattr(run_stream, "TIMED_STEPS", 1)
-    monkeypatch.setattr(run_stream, "LONG_S", 0.0)
+    monkeypatch.setattr(run_stream, "TIMED_S", 0.0)
     run("rows", "text", "--step=30", "--json")
-    assert re.search(r"packing steps [0-9]+ to 30 takes about ", caplog.text)
+    assert re.search(r"packing steps [0-9]+ to 30 takes about .* more", caplog.text)
+
+
+def test_slow_first_steps_do_not_count_for_all(monkeypatch):
+    """Regression: a lane tokenizes a book for its first row, and the rest was said to take 25 times
+    as long as it did."""
+    now = 0.0
+    monkeypatch.setattr(run_stream.time, "monotonic", lambda: now)
+    pace = run_stream.Pace(10_000)
+    told = []
+    for number in range(10_000):
+        now += 1.0 if number < 2 else 0.002
+        told.append(pace.rest_after_step())
+    [said] = filter(None, told)
+    seconds = float(re.search(r"about ([0-9.]+) s", said)[1])
+    assert 15 < seconds < 40, "it takes 17 s more"
 
 
 def test_the_ledger_of_a_fork_says_which_rows_are_its_own_and_which_are_not_in_it(without_code):

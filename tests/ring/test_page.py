@@ -368,7 +368,7 @@ def test_the_card_of_a_fork_names_its_parent_its_step_and_what_changed(forks, tm
     assert "<title>mine, warm, a-fork-of-warm</title>" in text
     shutil.rmtree(forks[1])
     text, data = write(forks[2:], tmp_path / "page.html")
-    assert "(after 3,200 tokens), which no longer exists: matrix_lr" in text
+    assert "(after 3,200 tokens), which is not here: matrix_lr" in text
     assert data["runs"][0]["launches"][0]["from"]["tokens"] == 3200
 
 
@@ -385,6 +385,15 @@ def test_the_tokens_of_a_fork_are_those_trained_in_its_time_and_one_evaluation_i
     assert figures["tokens/s, median of the last 100 steps"] == "354.5"
     [sentence, *_] = page.sentences_about(run)[1:]
     assert f": {160 * (STEPS - 30):,} tokens of its own in " in sentence
+
+
+def test_bits_per_byte_of_an_older_step_name_it(tmp_path):
+    """Regression: "40 / 50 steps, 2.125 bits per byte", which were those of another step."""
+    made = make_run(tmp_path / "run")
+    log = made / "logs" / "train.jsonl"
+    log.write_text(log.read_text().replace('"step": 40, "bpb"', '"step": 30, "bpb"'))
+    html, _ = write([made], tmp_path / "page.html")
+    assert "bits per byte at step 30, 4.25 at first" in html
 
 
 def test_hostile_texts_stay_texts(runs, tmp_path):
@@ -515,3 +524,9 @@ def test_the_grid_has_no_empty_slot_and_points_and_raw_lines_are_visible():
         "td { overflow-wrap: break-word;" in text
     )  # `anywhere` lets a narrow table break any word
     assert "marker: { size: 8 }" in text and 'cliponaxis: series.look !== "points"' in text
+
+
+def test_runs_of_the_same_color_have_other_dashes():
+    """Regression: the ninth run had the curve of the first."""
+    looks = [page.swatch(SimpleNamespace(index=index, name="run")) for index in range(32)]  # type: ignore[arg-type]
+    assert len(set(looks)) == 32

@@ -143,6 +143,36 @@ def test_every_figure_is_the_one_on_disk(run):
     assert "````text\nOnce ```upon```\na time\n````" in text and "```text\nimport | os\n```" in text
 
 
+def test_an_evaluation_of_an_older_checkpoint_does_not_replace_the_final_figures(run):
+    """Regression: the row "after" had the value of the older checkpoint."""
+    write_json(run / "eval.json", {**EVALUATION, "step": 6, "core": {"core_metric": 0.25}})
+    text = make_report(RunReader(run))
+    found = rows(text)
+    assert found["validation bits per byte, after"] == [show(training.events("val")[-1]["bpb"])]
+    for figure, value in (
+        ("validation bits per byte", "2.062"),
+        ("training bits per byte, `data`", "1.938"),
+        ("CORE metric", "0.25"),
+    ):
+        assert found[f"{figure}, at step 6"] == [value] and figure not in found
+    assert "At the evaluation after 6 steps, prompted:" in text
+
+
+def test_a_run_that_was_lengthened_has_the_figures_of_its_new_length(copied):
+    """Regression: those that follow from the settings were those of the first launch."""
+    before = RunReader(training.run_dir()).last_config["derived"]
+    training.succeed(num_iterations=STEPS + 2)
+    run = RunReader(training.run_dir())
+    added = 2 * before["tokens_per_step"]
+    expected = {
+        "num_iterations": STEPS + 2,
+        "total_tokens": before["total_tokens"] + added,
+        "total_flops": before["total_flops"] + added * before["flops_per_token"],
+    }
+    assert run.last_config["derived"] == {**before, **expected}
+    assert f"| total_tokens | {show(expected['total_tokens'])} |" in make_report(run)
+
+
 def test_the_command_of_every_launch_is_listed_also_of_equal_ones(run):
     """Regression: equal commands were one line, so it was unknown which launch had which."""
     command_line = training.events("started")[0]["command"]

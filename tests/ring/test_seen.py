@@ -13,7 +13,8 @@ import pytest
 from dev.make_eval_bundle import make_eval_bundle
 from nanochat import seen
 from nanochat.checkpoint import find_checkpoint
-from nanochat.ngrams import words_of
+from nanochat.find import DocumentPlace
+from nanochat.ngrams import Shared, words_of
 from nanochat.run_dir import TrainLog
 from nanochat.run_reader import RunReader
 from scripts import export, inspect_data, report, validate
@@ -138,16 +139,58 @@ def test_the_loss_of_a_row_is_its_logged_one(checked):
     assert (run_dir / seen.RESULT_NAME).is_file()
 
 
-def test_a_line_of_the_table_names_the_document_that_its_steps_are_from(capsys):
-    """Regression: it named a validation document, which shared more, beside the steps of another."""
-    use = {"step": 3, "row": 0, "loss": None}
-    trained = {"document": "a:2", "split": "train", "shared": 1, "uses": [use]}
-    held_out = {"document": "b:1", "split": "validation", "shared": 9, "uses": []}
-    documents = [[held_out, trained], [held_out]]
-    found = [{"line": 1, "ngrams": 9, "documents": each} for each in documents]
-    inspect_data.print_items({"items": {"found": found}})
-    _, first, second = (" ".join(line.split()) for line in capsys.readouterr().out.splitlines())
-    assert "a:2 1 9 3" in first and "b:1 (validation) 9 9 -" in second
+def a_document(name, shared, *uses, split="train"):
+    uses = [{"step": step, "epoch": 0, "row": 0, "loss": loss} for step, loss in uses]
+    return {"document": name, "split": split, "shared": shared, "uses": uses}
+
+
+def shown_items(capsys, *items):
+    """The lines of the table of items, each of which is a list of documents."""
+    found = [{"line": i, "ngrams": 81, "documents": item} for i, item in enumerate(items, 1)]
+    inspect_data.print_items({"q": {"found": found}})
+    _, *lines = capsys.readouterr().out.splitlines()
+    return [" ".join(line.split()) for line in lines]
+
+
+def test_a_line_of_the_table_has_the_share_steps_and_losses_of_one_document(capsys):
+    """Regression: one line mixed the steps and losses of all documents with the share of one."""
+    item = [
+        a_document("a:3", 2, (62, 2.75), (138, 2.5)),
+        a_document("a:100", 80),
+        a_document("a:117", 1, (138, 3.25)),
+    ]
+    assert shown_items(capsys, item) == [
+        "q 1 a:100 80 81 - - -",
+        "q 1 a:3 2 81 62, 138 2.75 2.5",
+        "q 1 a:117 1 81 138 3.25 -",
+    ]
+
+
+def test_the_first_line_of_an_item_is_the_document_that_has_most_of_it(capsys):
+    """Regression: it was a document that was trained on, however little of the item it had."""
+    item = [
+        a_document("a:2", 1, (3, None)),
+        a_document("a:4", 9, (5, None)),
+        a_document("b:1", 9, split="validation"),
+    ]
+    first, second, _ = shown_items(capsys, item)
+    assert first == "q 1 a:4 9 81 5 - -" and second == "q 1 a:2 1 81 3 - -"
+    first, _ = shown_items(capsys, [item[0], item[2]])
+    assert first == "q 1 b:1 (validation) 9 81 - - -"
+
+
+def test_the_table_counts_the_documents_of_an_item_that_it_does_not_show(capsys):
+    trained = [a_document(f"a:{n}", 1, (n, 2.5)) for n in range(7)]
+    item = [*trained, a_document("a:8", 80), a_document("a:9", 1)]
+    lines = shown_items(capsys, item, [a_document("a:9", 2)])
+    assert [line.split()[2] for line in lines[:4]] == ["a:8", "a:0", "a:1", "a:2"]
+    assert lines[4] == "and 5 more documents (4 trained on; --json shows all)"
+    assert lines[5] == "q 2 a:9 2 81 - - -"
+
+
+def test_of_many_steps_the_first_and_the_last_are_shown(capsys):
+    item = [a_document("a:1", 9, *((step, 3 - step / 4) for step in range(8)))]
+    assert shown_items(capsys, item) == ["q 1 a:1 9 81 0, 1, ..., 7 3 1.25"]
 
 
 def test_the_table_is_readable(checked, tmp_path):
@@ -169,15 +212,20 @@ def test_the_table_is_readable(checked, tmp_path):
 
 
 def test_losses_before_and_after_are_those_of_the_first_and_the_last_step():
-    def use(step, loss):
-        return {"step": step, "epoch": 0, "row": 0, "loss": loss}
+    assert seen.losses_of(a_document("a:1", 1, (4, 3.0), (9, 2.0))) == (3.0, 2.0)
+    assert seen.losses_of(a_document("a:1", 1, (4, 3.0), (4, 2.0))) == (3.0, None)
+    assert seen.losses_of(a_document("a:1", 1)) == (None, None)
 
-    def item(*uses):
-        return {"line": 1, "ngrams": 1, "documents": [{"uses": list(uses)}]}
 
-    assert seen.losses_of(item(use(9, 2.0), use(4, 3.0))) == (3.0, 2.0)
-    assert seen.losses_of(item(use(4, 3.0))) == (3.0, None)
-    assert seen.losses_of(item()) == (None, None)
+def test_the_rows_of_a_document_are_stored_by_step():
+    """Regression: of a fork, its own rows came before those of its parent."""
+    benchmark = seen.Benchmark([seen.Task("q", "", [seen.Item(1, "one two three")])], n=3)
+    place = DocumentPlace("web", "a:1", 1, 0, 1)
+    hit = seen.Hit(seen.TRAIN, place, Shared(0, 0, 1, "one two three"), False)
+    uses = a_document("a:1", 1, (9, 2.0), (4, 3.0))["uses"]
+    result = benchmark.results([hit], {("a:1", 0): uses}, 12, [])["q"]
+    [document] = result["found"][0]["documents"]
+    assert [use["step"] for use in document["uses"]] == [4, 9]
 
 
 def test_masked_documents_are_in_the_data_but_not_seen(checked, copied):
@@ -226,7 +274,7 @@ def test_a_fork_has_seen_what_its_parent_had_before(checked, copied, caplog):
     orphan = json_lines("find", "child", *flags)
     uses = [use for item in orphan[:-1] for d in item["documents"] for use in d["uses"]]
     assert uses and min(use["step"] for use in uses) >= 4
-    assert "is a fork of run@4, which no longer exists" in caplog.text
+    assert "is a fork of run@4, which is not here" in caplog.text
 
 
 def test_the_tasks_of_core_are_read_from_a_bundle(checked, tmp_path):

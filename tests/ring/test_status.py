@@ -159,6 +159,7 @@ def test_one_run_at_a_glance(base, capsys):
         val_bpb=1.25,
         val_step=1000,
         phase="2 of 3",
+        skipped=1,
         ranks=ranks,
         world_size=3,
     )
@@ -178,6 +179,7 @@ def test_one_run_at_a_glance(base, capsys):
         "last checkpoint": "checkpoint-1000",
         "tokens": "647,000,000",
         "phase": "2 of 3",
+        "steps not applied": "1",
         "processes": f"3 on node1 (1), node2 (2); rank 0 has pid {os.getpid()}",
         "folder": str(path),
     }
@@ -295,7 +297,7 @@ def test_forks_are_below_their_parent_with_their_step_and_changes(base, capsys):
     of_b = "@20: matrix_lr 0.02 -> 0.01, max_grad_norm null -> 1.0"
     mixes = "9 web + 0.5 code, then 1 " + "w" * 99
     of_d = f"@10: curriculum null -> {mixes[:47]}..."
-    of_e = "gone@5 (no longer exists): nothing changed"
+    of_e = "gone@5 (not here): nothing changed"
     assert lines() == [
         ("a", "-"),
         ("e", of_e),

@@ -196,6 +196,23 @@ def test_a_document_has_the_name_of_its_file_and_its_number_in_it(tmp_path):
             find_document(data, name)
 
 
+@pytest.mark.parametrize(
+    "file, closest",
+    [("shard_0002.parquet", "shard_00002.parquet"), ("shard_00009.parquet", "shard_00000.parquet")],
+)
+def test_an_unknown_file_gets_the_closest_name_and_of_equally_close_ones_the_first(file, closest):
+    """Regression: training files came before a validation file with a closer name."""
+
+    class Files:
+        def __init__(self, *numbers):
+            names = [f"shard_{number:05d}.parquet" for number in numbers]
+            self.manifest = {"files": [{"name": name, "groups": [1]} for name in names]}
+
+    data = {"train": {"web": Files(0, 1)}, "validation": {"web": Files(2)}}
+    with pytest.raises(ValueError, match=f"did you mean {closest}"):
+        find_document(data, f"{file}:12")
+
+
 @pytest.mark.parametrize("mixed", [False, True])
 def test_an_unread_document_is_expected_near_the_step_of_its_later_use(mixed):
     curriculum = Curriculum([Phase(10**6, {"a": 0.5, "b": 0.5})]) if mixed else None

@@ -26,6 +26,16 @@ def test_too_few_steps_have_no_limits():
     assert spikes.limits([*window, [3.0, 1.0]], 5.0) == (3.0, 1.0)
 
 
+def test_a_spike_is_described_by_the_value_that_is_above_its_limit():
+    """Regression: "loss 4.919418, gradient norm 0.9458, above the --skip-spikes limit"."""
+    window = [[3.0, 1.0]] * spikes.ENOUGH
+    assert spikes.describe(4.9, 0.9458, window, 5.0) == (
+        "loss 4.900000 is above its limit 3.000000, gradient norm 0.9458 is within its limit 1.0000"
+    )
+    assert "loss 2.900000 is within" in spikes.describe(2.9, math.nan, window, 5.0)
+    assert "gradient norm nan is above" in spikes.describe(2.9, math.nan, window, 5.0)
+
+
 def test_the_window_has_the_newest_steps_oldest_first():
     window = []
     for i in range(spikes.WINDOW + 5):

@@ -35,7 +35,7 @@ from typing import Any, get_args, get_type_hints
 from nanochat.attention import KERNELS, MODES
 from nanochat.checkpoint import SaveSettings
 from nanochat.cli import Decides, Parser, check_bounds, setting, value_of
-from nanochat.common import DATA_CACHE_GB, check_shape, open_door, parse_json
+from nanochat.common import DATA_CACHE_GB, Difference, check_shape, open_door, parse_json
 from nanochat.curriculum import Curriculum, CurriculumSettings, load
 from nanochat.files import DATASET_NAME, FORMATS
 from nanochat.gpt import ASPECT_RATIO, HEAD_DIM, GPTConfig
@@ -682,10 +682,50 @@ def from_flags(args: argparse.Namespace) -> Settings:
     values = kind.of_flags(vars(args))
     if args.fork_from is not None:
         values["fork"] = {"named": args.named}
+        # before they are checked for what fits together, because the rest is inherited
+        check_kept(args.fork_from, _flags_of_parent(args), values)
     return kind(**values)
 
 
+def _flags_of_parent(args: argparse.Namespace) -> dict[str, Any]:
+    """The flags of the run that a command forks; {} if the fork has begun, or the run is not here."""
+    tag = args.model_tag
+    if tag is not None and args.resume != "scratch" and (run_path(tag) / CONFIG_NAME).is_file():
+        return {}
+    with contextlib.suppress(OSError, ValueError):
+        parent, selector = find_run_at(args.fork_from)
+        return flags_of_run(config_at(parent, step_in(selector)))
+    return {}
+
+
+def check_kept(fork_from: str, before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
+    """ValueError if a fork changes settings that it must keep. `before`, `after`: the settings of its
+    parent and its own, of which common ones are compared."""
+    refused = []
+    for name, f in known_settings(after).items():
+        if name in before and name in after and is_kept_by_forks(name, f.metadata["decides"]):
+            for _, was, now in changes_of(name, before[name], after[name]):
+                refused.append(f"{flag(name)} was {was!r} and is {now!r}")
+    if refused:
+        raise ValueError(
+            f"--fork-from={fork_from}: a fork keeps its parent's model, tokenizer and order of the data, but "
+            f"{'; '.join(refused)}; to start a new run with these weights, use --init-from={fork_from}"
+        )
+
+
 # ---- a later launch -----------------------------------------------------------------------------
+
+
+def changes_of(name: str, before: Any, after: Any) -> list[Difference]:
+    """How another value of a setting, as in config.json, changes what a run computes; [] if it does
+    not. Curricula are compared by their effect: their notation does not count, nor does the duration
+    of the last phase, which never ends (the length of the run is a setting of its own)."""
+    if name == "curriculum" and before is not None and after is not None:
+        differing = load(before).differences(load(after))
+        return [Difference(f"{flag(name)}: {part}", *values) for part, *values in differing]
+    # the positive form of a switch, because values follow
+    what = flag(name).replace("--no-", "--")
+    return [] if before == after else [Difference(what, before, after)]
 
 
 def resume_settings(
@@ -706,21 +746,20 @@ def resume_settings(
         is_automatic = f.metadata.get("auto") and after == f.default
         if is_automatic or name == "fork":
             now[name] = after = before
-        if name == "curriculum":  # compare its effect, not its notation
-            before, after = (mix and mix.identity() for mix in (then.mix, command.mix))
-            if before == after:
-                notices |= _longer_last_phase(then.mix, command.mix)
-        if before != after:
-            decides, note = f.metadata["decides"], f.metadata["note"]
+        decides, note = f.metadata["decides"], f.metadata["note"]
+        differing = changes_of(name, before, after)
+        if name == "curriculum" and not differing:
+            notices |= _longer_last_phase(then.mix, command.mix)
+        if differing and decides:
             fits = fits and Decides.WEIGHTS not in decides
             forks = forks and not is_kept_by_forks(name, decides)
-            # the positive form of a switch, because values follow
-            what = flag(name).replace("--no-", "--")
-            if decides:
-                refused.append(f"{what}: the run has {before!r}, this launch {after!r} ({note})")
-            else:
-                change = f"{what}: the run started with {before!r}, this launch has {after!r}"
-                notices[change] = note
+            told = [
+                f"{what}: the run has {old!r}, this launch {new!r}" for what, old, new in differing
+            ]
+            refused.append("\n  ".join(told) + f" ({note})")
+        elif differing:
+            [(what, old, new)] = differing
+            notices[f"{what}: the run started with {old!r}, this launch has {new!r}"] = note
     unknown = run.keys() - fields_of(type(then)).keys() - REMOVED - {"origin", "derived"}
     refused += [
         f"{flag(name)}: the run has {run[name]!r}, but this code has no such setting"

@@ -48,7 +48,7 @@ from pathlib import Path
 from typing import Any
 
 from nanochat.cli import Decides, did_you_mean, read_yaml, setting
-from nanochat.common import check_shape, permutation
+from nanochat.common import Difference, check_shape, permutation
 
 VERSION = 1  # of the sequence that a Mixer computes from a curriculum
 BLOCK = 256  # rows
@@ -250,6 +250,25 @@ class Curriculum:
                 raise ValueError(f"phase {number}: {e}") from None
         others = {key: value[key] for key in OPTIONAL if key in value}
         return cls(phases, **others)
+
+    def differences(self, other: "Curriculum") -> list[Difference]:
+        """What differs in the rows of another curriculum, with the values of both files. Empty if and
+        only if both have the same `identity`."""
+        last = min(len(self.phases), len(other.phases))
+        found = []
+        if len(self.phases) != len(other.phases):
+            found.append(Difference("number of phases", len(self.phases), len(other.phases)))
+        for number, (ours, theirs) in enumerate(zip(self.phases, other.phases), 1):
+            durations = ours.duration_tokens, theirs.duration_tokens
+            if number < last and durations[0] != durations[1]:
+                found.append(Difference(f"duration_tokens of phase {number}", *durations))
+            if ours.shares() != theirs.shares():
+                found.append(Difference(f"mix of phase {number}", ours.mix, theirs.mix))
+        for bucket in self.buckets:
+            limits = self.epochs(bucket), other.epochs(bucket)
+            if bucket in other.buckets and limits[0] != limits[1]:
+                found.append(Difference(f"max_epochs of {bucket}", *limits))
+        return found
 
     def identity(self) -> str:
         """Canonical JSON of everything that decides a row's bucket, and when a bucket is dry.

@@ -37,7 +37,14 @@ from nanochat.checkpoint import (
     step_of,
 )
 from nanochat.common import AnyPath, Difference, as_path, differences, hash_json, print0
-from nanochat.config import OF_ONE_RUN, OF_ROWS, Settings, fields_of, flag, is_kept_by_forks
+from nanochat.config import (
+    OF_ONE_RUN,
+    OF_ROWS,
+    Settings,
+    changes_of,
+    check_kept,
+    fields_of,
+)
 from nanochat.files import data_at, fixed_paths, list_files
 from nanochat.gpt import GPTConfig
 from nanochat.order import StreamConfig, open_order
@@ -226,28 +233,19 @@ def _changes(settings: Settings, parent: Parent) -> dict[str, list[Any]]:
             f"a fork keeps its parent's order"
         )
     then, now = parent.settings.to_json(), settings.to_json()
-    mixes = [s.mix and s.mix.identity() for s in (parent.settings, settings)]
-    if mixes[0] == mixes[1]:
-        now["curriculum"] = then["curriculum"]  # another notation
     named = (settings.fork or {}).get("named", ())
     changes: dict[str, list[Any]] = {}
-    refused = []
-    for name, f in fields_of(type(settings)).items():
+    for name in fields_of(type(settings)):
         if name in (*OF_ONE_RUN, *MACHINE):
             continue
         if name in ("data_path", "val_path") and _is_same_state(then[name], now[name]):
             continue  # another name of it
-        if then[name] == now[name] and not (name == "data_path" and name in named):
+        before, after = then[name], now[name]
+        if not changes_of(name, before, after) and not (name == "data_path" and name in named):
             continue
-        changes[name] = [then[name], now[name]]
-        if is_kept_by_forks(name, f.metadata["decides"]):
-            refused.append(f"{flag(name)} was {then[name]!r} and is {now[name]!r}")
-    if refused:
-        raise ValueError(
-            f"--fork-from={settings.fork_from}: a fork keeps its parent's model, tokenizer and order of "
-            f"the data, but {'; '.join(refused)}; to start a new run with these weights, use "
-            f"--init-from={settings.fork_from}"
-        )
+        changes[name] = [before, after]
+    assert settings.fork_from is not None
+    check_kept(settings.fork_from, then, now)
     if settings.skip_steps:
         changes["skip_steps"] = [0, settings.skip_steps]
     return changes

@@ -613,9 +613,14 @@ def _bucket_plan(
 ) -> BucketPlan:
     """What a run takes from a bucket; `account`: None if no row was rehearsed."""
     trained = asked if account is None else account["rows"] * config.T
-    if account is None or lengths.plenty:  # of a sample
-        rows_per_lane = asked // config.T // config.V
-        account = _sample(config, bucket, lengths, min(SAMPLE_ROWS, rows_per_lane))
+    exact = account is not None and not lengths.plenty
+    lanes = range(1)
+    if account is not None and exact and asked and not account["rows"]:
+        exact = False  # the run halts at once, because some lane is without documents
+        lanes = range(config.V)
+    if account is None or not exact:
+        num_rows = min(SAMPLE_ROWS, asked // config.T // config.V)
+        account = _sample(config, bucket, lengths, lanes, -(-num_rows // len(lanes)))
     return BucketPlan(
         documents=lengths.documents,
         tokens=lengths.tokens,
@@ -625,24 +630,30 @@ def _bucket_plan(
         usable=rehearsed.usable.get(bucket),
         dry_step=rehearsed.dry_step.get(bucket),
         account=account,
-        exact=not lengths.plenty,
+        exact=exact,
         windows=lengths.windows,
     )
 
 
-def _sample(config: StreamConfig, bucket: str, lengths: Lengths, rows: int) -> dict[str, int]:
-    """A bucket's account after the first `rows` rows of a lane."""
-    feed = Rehearsal(
-        config,
-        bucket=bucket,
-        lane=0,
-        source=lengths,  # type: ignore[arg-type]
-        order=open_order(lengths, bucket=bucket, config=config),
-        pool=None,
-    )
-    for _ in range(rows):
-        feed.pack()
-    return ledger([{"buckets": {bucket: feed.state().to_json()}}], config.T)[bucket]
+def _sample(
+    config: StreamConfig, bucket: str, lengths: Lengths, lanes: Sequence[int], rows: int
+) -> dict[str, int]:
+    """A bucket's account after the first `rows` rows of each of these lanes."""
+    cursors = []
+    for lane in lanes:
+        feed = Rehearsal(
+            config,
+            bucket=bucket,
+            lane=lane,
+            source=lengths,  # type: ignore[arg-type]
+            order=open_order(lengths, bucket=bucket, config=config),
+            pool=None,
+        )
+        for _ in range(rows):
+            if feed.pack() is None:
+                break
+        cursors.append({"buckets": {bucket: feed.state().to_json()}})
+    return ledger(cursors, config.T)[bucket]
 
 
 def _phases(

@@ -36,7 +36,8 @@ def rehearse(start: Starting, data: RunData) -> Plan:
     """
     plan = make_run_plan(start, data)
     print0("\n".join(plan_lines(plan)))
-    why = problem(plan) or refusal(plan, start)
+    # cropping may be why a bucket runs dry
+    why = refusal(plan, start) or problem(plan)
     if why and start.settings.plan == "error":
         raise ValueError(why)
     for line in filter(None, [*warnings(plan), why, likely_problem(plan)]):
@@ -193,6 +194,8 @@ def warnings(plan: Plan) -> list[str]:
             line += f"; {bucket.cropped:.1%} are cropped (--long-docs=split would use them)"
         if plan.allowed:
             line += "; each lane that runs dry goes on without it (--allow-bucket-exhaustion)"
+        elif plan.crops and bucket.cropped > MOST_CROPPED:
+            line += "; --long-docs=split would use more of it"
         else:
             line += "; fewer --lanes may use more of it"
         dry.append(line)

@@ -17,8 +17,7 @@ from typing import Any, NamedTuple
 from tqdm import tqdm
 
 from nanochat.checkpoint import list_checkpoints, read_seal
-from nanochat.common import differences
-from nanochat.config import Settings
+from nanochat.config import Settings, changes_of
 from nanochat.receipt import horizons_of, next_link, open_receipt, read_receipt, training_settings
 from nanochat.run_dir import CONFIG_NAME, find_run
 from nanochat.run_reader import RunReader
@@ -97,11 +96,12 @@ def find_stretches(path: Path, name: str | None, asked: str) -> Stretches:
         raise ValueError(f"{path}: it lists no checkpoints; write it again with scripts.receipt")
     run = RunReader(find_run(name or receipt["run"]))
     ours = json.loads(json.dumps(training_settings(Settings.from_json(run.config))))
-    for name, theirs, own in differences(receipt["training"], ours):
-        raise ValueError(
-            f"{path}: --{name.replace('_', '-')} is {theirs!r} in the receipt, but {own!r} in "
-            f"{run.run_dir / CONFIG_NAME}; the run is not the one of the receipt, or was edited"
-        )
+    for name in receipt["training"] | ours:
+        for what, theirs, own in changes_of(name, receipt["training"].get(name), ours.get(name)):
+            raise ValueError(
+                f"{path}: {what} is {theirs!r} in the receipt, but {own!r} in {run.run_dir / CONFIG_NAME}; "
+                f"the run is not the one of the receipt, or was edited"
+            )
     check_launches(path, receipt, run)
     check_digests(path, receipt, run)
     stretches = choose_stretches(path, receipt, run, asked)
@@ -123,10 +123,11 @@ def check_launches(path: Path, receipt: Mapping[str, Any], run: RunReader) -> No
     for launch in run.launches:
         changed = launch.started.get("changed") or {}
         for name in sorted(changed.keys() & receipt["training"].keys()):
-            raise ValueError(
-                f"{path}: --{name.replace('_', '-')} is {receipt['training'][name]!r} in the receipt, but the "
-                f"launch at step {launch.first:,} in {run.log_path} has changed it, which no launch may"
-            )
+            for what, theirs, own in changes_of(name, receipt["training"][name], changed[name]):
+                raise ValueError(
+                    f"{path}: {what} is {theirs!r} in the receipt, but the launch at step {launch.first:,} in "
+                    f"{run.log_path} has changed it to {own!r}, which no launch may"
+                )
 
 
 def check_digests(path: Path, receipt: Mapping[str, Any], run: RunReader) -> None:

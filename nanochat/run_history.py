@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from nanochat.cli import Decides
-from nanochat.config import Settings, known_settings
+from nanochat.config import Settings, changes_of, known_settings
 from nanochat.run_reader import RunReader
 from nanochat.schedule import HorizonSettings, Schedule, ScheduleSettings
 
@@ -146,7 +146,9 @@ def differing_changes(parting: Parting) -> Iterator[tuple[int, str]]:
     for step in sorted(changes):
         ours, theirs = changes[step]
         for name in ours | theirs:
-            if ours.get(name) != theirs.get(name):
+            pairs = zip(ours.get(name, ()), theirs.get(name, ()))
+            is_same = name in ours and name in theirs
+            if not is_same or any(changes_of(name, first, second) for first, second in pairs):
                 yield step, name
 
 
@@ -187,7 +189,7 @@ class Rates:
                 return planned
         return int(self.run.config["derived"]["num_iterations"])
 
-    def at(self, step: int) -> list[float]:
+    def at(self, step: int) -> dict[str, float]:
         """Learning rates, momentum and weight decay of a step's update."""
         derived = self.run.config["derived"]
         horizon = self.horizon(step)
@@ -197,9 +199,10 @@ class Rates:
             )
         schedule = self.schedules[horizon]
         factor = derived["batch_lr_scale"] * schedule.lr(step)
-        rates = [getattr(self.settings, name) * factor for name in RATES]
-        decay = schedule.peak_weight_decay * schedule.weight_decay(step)
-        return [*rates, schedule.momentum(step), decay]
+        rates = {name: getattr(self.settings, name) * factor for name in RATES}
+        rates["momentum"] = schedule.momentum(step)
+        rates["weight decay"] = schedule.peak_weight_decay * schedule.weight_decay(step)
+        return rates
 
 
 def first_other_rates(parting: Parting, last: int) -> int | None:

@@ -48,6 +48,7 @@ from nanochat.checkpoint import (
 )
 from nanochat.cli import EXIT_HALTED
 from nanochat.common import (
+    AnyPath,
     Remote,
     as_path,
     begin_launch,
@@ -493,10 +494,57 @@ def describe_origin(checkpoint: Checkpoint) -> dict[str, Any]:
 # ---- data ----------------------------------------------------------------------------------------
 
 
-def find_data(start: Start, tokenizer: Tokenizer, rank: int = 0) -> Run:
+class Folders(NamedTuple):
+    """The folders of a run's files; None: where they are pinned, or for validation, the folder of
+    training."""
+
+    train: AnyPath | None
+    val: AnyPath | None
+
+
+def find_folders(run_dir: Path, data_path: str | None, val_path: str | None = None) -> Folders:
+    """The folders in which the files of a run are now: those that `data_path` and `val_path` name,
+    otherwise those of its pins, which each launch writes, absolute. If none of the files is there,
+    it is the folder that the newest launch has named, perhaps relative. Raises the errors of
+    `data_at`, `remember_pins` and `read_manifests`."""
+    remember_pins(run_dir)
+    newest = config_at(run_dir, math.inf)
+    manifests = read_manifests(run_dir / DATA_MANIFEST)
+    folders: dict[str, AnyPath | None] = {}
+    for split, given, recorded in (
+        ("train", data_path, newest.get("data_path")),
+        ("val", val_path, newest.get("val_path")),
+    ):
+        roots = {manifest["root"] for manifest in manifests.get(split, {}).values()}
+        place = given
+        if given is None and has_moved(run_dir, split):
+            place = recorded
+        folders[split] = None
+        if place is not None:
+            folders[split] = data_at(os.path.expanduser(place)).folder
+        elif recorded is not None and len(roots) == 1:
+            folders[split] = as_path(*roots)
+    return Folders(**folders)
+
+
+def has_moved(run_dir: Path, split: str = "train") -> bool:
+    """Whether none of a run's files for training or validation is where it was pinned. Object storage
+    is not asked."""
+    buckets = read_manifests(run_dir / DATA_MANIFEST).get(split, {}).values()
+    places = [
+        Path(manifest["root"], pin["name"]) for manifest in buckets for pin in manifest["files"]
+    ]
+    is_local = not any(is_remote(manifest["root"]) for manifest in buckets)
+    return is_local and bool(places) and not any(place.exists() for place in places)
+
+
+def find_data(
+    start: Start, tokenizer: Tokenizer, rank: int = 0, folders: Folders | None = None
+) -> Run:
     """Collective. Rank 0 pins the files of a new run, or compares the files of an existing run with
-    its pins; then every rank opens them. The run's cursors are moved past the rows to skip.
-    FileNotFoundError or ValueError names a file that is missing, changed or unusable."""
+    its pins; then every rank opens them. The run's cursors are moved past the rows to skip. `folders`:
+    of the files of an existing run (default: those that its settings name). FileNotFoundError or
+    ValueError names a file that is missing, changed or unusable."""
     settings = start.settings
 
     def pinned() -> Manifests:
@@ -514,6 +562,8 @@ def find_data(start: Start, tokenizer: Tokenizer, rank: int = 0) -> Run:
                     f"--without-documents={settings.without_documents}: the file has changed since "
                     f"this run began; restore it, or start a new run with --model-tag=NAME"
                 )
+        if folders is not None:
+            return check_files(manifests, *folders, strict=settings.strict)
         data = data_at(settings.data_path or "")
         val = None if settings.val_path is None else data_at(settings.val_path).folder
         found = check_files(manifests, data.folder, val, strict=settings.strict)
@@ -574,25 +624,16 @@ def open_run(
     run_dir: Path, data_path: str | None = None, val_path: str | None = None
 ) -> tuple[RunData, Any, Settings]:
     """(data, stream settings, resolved settings) of a run, from its directory alone. The files on
-    disk are compared with their pins first. `data_path`, `val_path`: where the files are now
-    (default: where the newest launch read them). FileNotFoundError if the run has pinned no
-    files."""
+    disk are compared with their pins first. `data_path`, `val_path`: see `find_folders`.
+    FileNotFoundError if the run has pinned no files."""
     settings = Settings.from_json(read_config(run_dir))
-    newest = config_at(run_dir, math.inf)
-    if newest.get("data_path") != settings.data_path:
-        data_path = data_path or newest["data_path"]
-    if newest.get("val_path") != settings.val_path:
-        val_path = val_path or newest["val_path"]
     manifests = read_manifests(run_dir / DATA_MANIFEST)
     begin_launch(settings.data_cache)
-    remember_pins(run_dir)
     if not manifests:
         raise FileNotFoundError(
             f"{run_dir / DATA_MANIFEST}: missing, so this run has read no data; start it first"
         )
-    folder = data_path and data_at(os.path.expanduser(data_path)).folder
-    val_folder = val_path and data_at(os.path.expanduser(val_path)).folder
-    manifests = check_files(manifests, folder or None, val_folder or None)
+    manifests = check_files(manifests, *find_folders(run_dir, data_path, val_path))
     tokenizer = get_tokenizer(run_dir / "tokenizer")
     try:
         config = stream_config(settings)

@@ -65,6 +65,7 @@ from nanochat.start_run import (
     begin_run,
     command,
     find_data,
+    has_moved,
     inspect_run,
 )
 from nanochat.steps import Outcome, Progress, StepReport, StepTotals
@@ -141,7 +142,9 @@ def look(given: Settings, guard: Guard) -> tuple[Start, Tokenizer]:
     def replay_if_unsaved() -> None:
         if named == given.fork_from and not is_run_dir(guard.run_dir):
             check_fork(settings, guard.device)
-        make_available(named, data_path=given.data_path)
+        if unsaved_step(named) is not None:
+            is_moved = has_moved(find_run_at(named)[0])
+            make_available(named, data_path=given.data_path if is_moved else None)
 
     on_rank0(replay_if_unsaved)
     print0("start: reading the run directory and the data files")

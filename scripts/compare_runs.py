@@ -9,7 +9,7 @@ Only parts that both runs have are compared: averaged and imported weights, for 
 optimizer state. Differences appear in this order, and each kind has typical causes:
 
     data           digests, token counts, cursors                  different data, seed or stream
-    steps          losses, learning rates, gradients, validation   different settings or order of additions
+    steps          rates, losses, gradients, validation            different settings or order of additions
     checkpoints    architecture, cursors, weights, optimizer       any of the above
 
     step         0    1    2    3         digests      = = = =     same data
@@ -59,6 +59,7 @@ from nanochat.run_facts import validation_note
 from nanochat.run_history import (
     Effect,
     Parting,
+    Rates,
     Stage,
     Stretch,
     effects_of,
@@ -70,6 +71,7 @@ from nanochat.run_reader import RunReader, differing_settings, flat_numbers
 DATA = {"digest": "digests", "tokens": "token counts", "cursors": "cursors"}
 SERIES = {
     **DATA,
+    "rates": "rates of the updates",
     "loss": "losses",
     "lr": "schedule multipliers of the learning rates",
     "grad_norm": "gradient norms",
@@ -182,7 +184,8 @@ Series = dict[str, dict[int, Any]]  # {name: {step: value}}
 def read_series(run: RunReader, notes: list[str]) -> Series:
     """Everything that a run recorded about its steps.
 
-    Digests, tokens, losses, ..., and the cursors of every save.
+    Digests, tokens, losses, ..., the cursors of every save, and the rates, which follow from the
+    settings and lengths of its launches.
     """
     series: Series = {}
     for step, path in run.cursor_files.items():
@@ -200,6 +203,9 @@ def read_series(run: RunReader, notes: list[str]) -> Series:
             if group in SERIES or name == SMOOTH:
                 of_name = series.setdefault(name, {})
                 of_name[record["step"]] = value
+    if "weight_decay_scaled" in run.config["derived"]:
+        rates = Rates(run)
+        series["rates"] = {record["step"]: rates.at(record["step"]) for record in run.steps}
     return series
 
 
@@ -762,7 +768,9 @@ def print_settings(a: Side, b: Side) -> None:
     of_data = data_lines(a.run, b.run)
     if of_data:
         print("", *of_data, sep="\n")
-    differ = differing_settings([current(a.run.last_config), current(b.run.last_config)])
+    # a length may follow from other settings, such as the curriculum
+    configs = [current(run.last_config) | {"num_iterations": run.horizon} for run in (a.run, b.run)]
+    differ = differing_settings(configs)
     if not differ:
         return
     rows = [

@@ -491,8 +491,7 @@ def make_page(runs: Sequence[Run], *, refresh: bool = False) -> str:
         thinned = f"Of every {stride} steps, the one with the highest loss is drawn."
     header = ("setting", *(run.name for run in runs))
     differ = table(header, differing_settings([current(run.last_config) for run in runs]))
-    if note := validation_note(runs):
-        differ = f"<p>{escape(note[0].upper() + note[1:])}.</p>{differ}"
+    note = validation_note(runs)
     last_steps = [run.num_steps - 1 for run in runs if run.steps]
     parts = {
         "title": escape(few(run.name for run in runs)),
@@ -511,6 +510,8 @@ def make_page(runs: Sequence[Run], *, refresh: bool = False) -> str:
         parts["digests"] += f"<tr>{cells}</tr>"
     for chart in charts:
         plot = f'<div class="plot" id="{escape(chart["id"])}"></div>'
+        if chart["id"] == BPB and note:
+            plot = f"<p>{escape(note[0].upper() + note[1:])}.</p>{plot}"
         parts[chart["section"]] += card(chart["title"], plot, "wide" if chart["wide"] else "")
     for part in (headline, account, history, samples, settings):
         parts[part.__name__] = "".join(part(run) for run in runs)

@@ -56,7 +56,7 @@ from nanochat.run_journal import Journal, code_version
 from nanochat.run_reader import Launch, RunReader
 from nanochat.run_settings import resolve
 from nanochat.schedule import Schedule
-from nanochat.start_run import Run, Start, find_data, find_origin
+from nanochat.start_run import Run, Start, find_data, find_folders, find_origin
 from nanochat.steps import Outcome
 from nanochat.tokenizer import get_tokenizer
 from nanochat.trainer import Training, take_step
@@ -164,8 +164,6 @@ def replayed(
     """Collective. The training of a run after `step` steps, replayed from a checkpoint. ValueError
     if a step differs from the log. `data_path`: where the run's data is, if it has moved."""
     start = start_at(run, checkpoint, process)
-    if data_path is not None:
-        start = replace(start, settings=replace(start.settings, data_path=data_path))
     settings = start.settings
     begin_launch(settings.data_cache)
     activate_kernel(
@@ -180,7 +178,8 @@ def replayed(
         )
     logged = {record["step"]: record for record in run.steps}
     tokenizer = get_tokenizer(run.run_dir / "tokenizer")
-    of_run = find_data(start, tokenizer, process.rank)
+    folders = find_folders(run.run_dir, data_path)
+    of_run = find_data(start, tokenizer, process.rank, folders)
     estimate(run, start.step, step, process)
     with base_train.open_training(of_run, process) as training:
         bar = tqdm(

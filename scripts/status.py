@@ -23,6 +23,7 @@ Forks are listed below their parent, with the step at which they branch off and 
 """
 
 import argparse
+import contextlib
 import json
 import os
 import sys
@@ -218,6 +219,20 @@ def print_table(runs: Sequence[dict[str, Any]]) -> None:
     print(*colored(lines, shown), sep="\n", flush=True)
 
 
+def note_on_ranks(runs: Sequence[dict[str, Any]]) -> str:
+    """Why the bits per byte of runs cannot be compared; "" if they can. Runs without readable settings
+    and files are not judged."""
+    from nanochat.run_facts import validation_note  # imports PyTorch
+
+    evaluated = []
+    for run in runs:
+        reader = RunReader(Path(run["run"]))
+        with contextlib.suppress(OSError, ValueError):
+            if run["val_bpb"] is not None and reader.last_config and reader.manifests.get("val"):
+                evaluated.append(reader)
+    return validation_note(evaluated)
+
+
 def print_status(args: argparse.Namespace) -> list[dict[str, Any]]:
     """Print once, and return the status of each run.
 
@@ -238,6 +253,8 @@ def print_status(args: argparse.Namespace) -> list[dict[str, Any]]:
         print(json.dumps(runs), flush=True)
     elif runs:
         print_table(runs)
+        if args.sort == "bpb" and (note := note_on_ranks(runs)):
+            print(f"note: {note}", flush=True)
     else:
         print(f"no runs in {get_base_dir() / 'runs'}", flush=True)
     return runs

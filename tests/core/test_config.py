@@ -430,8 +430,22 @@ def test_the_notation_and_last_duration_of_a_curriculum_may_change():
     more = {**MIX, "phases": [*MIX["phases"], {"duration_tokens": 5, "mix": {"code": 1}}]}
     with pytest.raises(ValueError) as caught:
         resume_settings(then.to_json(), replace(RUN, curriculum=more), run_dir=RUN_DIR)
-    assert '{"duration_tokens":null,"shares":{"web":1}}' in str(caught.value)
-    assert '{"duration_tokens":null,"shares":{"code":1}}' in str(caught.value)
+    assert "--curriculum: number of phases: the run has 1, this launch 2 (" in str(caught.value)
+
+
+def test_the_change_of_a_curriculum_is_told_in_the_words_of_its_file():
+    """Regression: two lines of JSON that is in no file of the user's."""
+    then, now = (
+        {"phases": [{"duration_tokens": 9, "mix": mix}], "max_epochs": {"web": limit}}
+        for mix, limit in (({"web": 4, "code": 2}, 1), ({"web": 1}, 2))
+    )
+    with pytest.raises(ValueError) as caught:
+        run = replace(RUN, curriculum=then).to_json()
+        resume_settings(run, replace(RUN, curriculum=now), run_dir=RUN_DIR)
+    text = str(caught.value)
+    mixes = "the run has {'code': 2, 'web': 4}, this launch {'web': 1}"
+    assert f"--curriculum: mix of phase 1: {mixes}" in text
+    assert "--curriculum: max_epochs of web: the run has 1, this launch 2 (" in text
 
 
 # ---- rules are data, sentences are not -----------------------------------------------------------

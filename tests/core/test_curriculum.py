@@ -136,7 +136,8 @@ def test_every_error_names_the_file_and_the_value(tmp_path, text, message):
 
 def test_the_identity_contains_everything_that_decides_the_rows_and_nothing_else():
     web, both = {"web": 1}, {"web": 1, "code": 1}
-    base = curriculum((5, web), (9, both)).identity()
+    plain = curriculum((5, web), (9, both))
+    base = plain.identity()
     assert json.loads(base)["max_epochs"] == {"code": 1, "web": 1}
     same = [
         curriculum((5, {"web": 2.5}), (9, both), max_epochs={"web": 1}),
@@ -152,3 +153,5 @@ def test_the_identity_contains_everything_that_decides_the_rows_and_nothing_else
         curriculum((5, web), (9, {"web": 2, "code": 1})),
     ]
     assert base not in {c.identity() for c in others}
+    assert not any(plain.differences(c) or c.differences(plain) for c in same)
+    assert all(plain.differences(c) and c.differences(plain) for c in others)

@@ -9,7 +9,8 @@ import pytest
 from nanochat.checkpoint import load_checkpoint
 from nanochat.run_reader import RunReader
 from nanochat.stream import ledger
-from tests import training
+from scripts import receipt, replay, verify
+from tests import finished, training
 from tests.training import checkpoints, digests, events, fingerprint, run_dir, steps
 
 # 32 rows of each lane in a step: 8 steps are a block of the mix, whose counts are exact
@@ -238,7 +239,12 @@ def test_a_halted_run_keeps_its_curriculum_and_a_new_run_continues_with_another(
         allow_budget_mismatch=True,
     )
     refuse(
-        more, "--curriculum", '{"tiny":1,"web":1}', "max_epochs", "--model-tag", "--init-from=run"
+        more,
+        "--curriculum",
+        "{'tiny': 1, 'web': 1}",
+        "max_epochs",
+        "--model-tag",
+        "--init-from=run",
     )
     halted = len(steps())
     with mock.patch.object(training, "flags", lambda **named: training.as_flags(named)):
@@ -336,6 +342,34 @@ def test_a_fork_may_end_within_the_phases_that_it_inherits():
     refuse(mix, f"end at {8 * STEP:,}, but the run trains on {11 * STEP:,}", **late)
     half = {**cut, "model_tag": "half", "num_iterations": 8, "total_batch_size": STEP // 2}
     refuse(mix, f"end at {8 * STEP:,}, but the run trains on {5 * STEP:,}", **half)
+
+
+def test_a_run_with_a_longer_last_phase_is_replayed_from_its_receipt(monkeypatch):
+    """Regression: "the launch at step 4 has changed it, which no launch may"."""
+    monkeypatch.setattr(verify, "replay", lambda words, _: replay.main(words))
+    first = (2, {"web": 1})
+    succeed(mix_file([first, (2, {"code": 1})]))
+    path = run_dir().parents[1] / "receipt.json"
+    for _ in range(2):  # the receipt of the short run holds for the long one, too
+        assert finished.command(receipt.main, "run", f"--out={path}").code == 0
+        succeed(mix_file([first, (4, {"code": 3})], name="longer.yaml"), save_every=2)
+        outcome = finished.command(verify.main, path, "--replay=100%")
+        assert outcome.code == 0, outcome.err + outcome.out
+    assert "OK steps 4 to 6" in outcome.out
+
+
+def test_another_curriculum_in_the_log_of_a_run_ends_its_replay():
+    succeed(mix_file([(2, {"web": 1}), (2, {"code": 1})]))
+    path = run_dir().parents[1] / "receipt.json"
+    assert finished.command(receipt.main, "run", f"--out={path}").code == 0
+    log = training.log_file()
+    config = json.loads((run_dir() / "config.json").read_text())
+    other = {**config["curriculum"], "phases": config["curriculum"]["phases"][1:]}
+    started, *rest = log.read_text().splitlines(keepends=True)
+    event = {**json.loads(started), "changed": {"curriculum": other}}
+    log.write_text(json.dumps(event) + "\n" + "".join(rest))
+    error = finished.command(verify.main, path, "--replay=100%").out
+    assert "--curriculum: number of phases is 2 in the receipt" in error
 
 
 def test_no_validation_file_is_odd_whose_bucket_is_left_out_and_a_fork_gets_no_advice_about_it():

@@ -52,6 +52,15 @@ def test_a_fork_that_changes_nothing_equals_its_parent_in_every_bit():
     assert "does not go on" not in outcome.out and "from its beginning" not in outcome.out
 
 
+def test_what_a_fork_keeps_is_checked_before_what_fits_together(workplace):
+    """Regression: the setting --val-fraction, which no one had typed, "applies to text only"."""
+    training.succeed(model_tag="split", data_path=workplace / "data", val_fraction=0.1)
+    shards = {"data_format": "shards", "data_path": workplace / "shards"}
+    error = fork(parent="split", run=training.refuse, **shards)
+    assert "a fork keeps its parent's" in error and "--init-from=split@4" in error
+    assert "but --data-format was 'text' and is 'shards'; to" in error
+
+
 @pytest.mark.parametrize(
     "step, words", [(5, "scripts.replay parent@5"), (99, "has trained 8 steps")]
 )

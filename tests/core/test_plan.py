@@ -228,6 +228,16 @@ def test_cropped_is_a_share_of_tokens_that_left_and_warnings_name_flags_that_wou
     assert "goes on without it" in warnings(dataclasses.replace(guess, allowed=True))[0]
 
 
+def test_a_bucket_of_a_few_books_that_runs_dry_at_once_is_cropped(tmp_path):
+    """Regression: "cropped % 0.00 ... fewer --lanes may use more of it", although each book has one
+    row, so that lanes are without any."""
+    data = source(tmp_path / "books", [[400] * 3])
+    config = StreamConfig(T=16, V=4, buffer_size=64, long_docs="crop", max_epochs=1)
+    plan = make_plan(config, {"books": data}, rows_per_step=8, num_steps=2)
+    assert plan.halt and plan.steps == 0 and plan.buckets["books"].cropped > 0.9
+    assert "--long-docs=split" in warnings(plan)[0] and "--lanes" not in warnings(plan)[0]
+
+
 @pytest.fixture
 def much_text(monkeypatch):
     """All text is too much to be tokenized for a plan."""

@@ -7,7 +7,7 @@ from unittest import mock
 import pytest
 
 from nanochat.checkpoint import load_checkpoint
-from scripts import base_train, replay, sample
+from scripts import base_train, inspect_data, replay, sample
 from tests import training
 from tests.finished import RUN, STEPS, command, copy
 from tests.training import as_bytes
@@ -105,6 +105,24 @@ def test_a_fork_from_a_step_that_was_not_saved_equals_its_parent():
     assert as_bytes(load_checkpoint(training.final("child")).model_state()) == as_bytes(
         load_checkpoint(training.final()).model_state()
     )
+
+
+@pytest.mark.parametrize("is_moved", [False, True])
+def test_a_replay_finds_data_with_a_relative_path(monkeypatch, workplace, is_moved):
+    """Regression: "is missing here, and this run has read it in ..." from another folder."""
+    monkeypatch.chdir(workplace)
+    training.succeed(model_tag="relative", data_path="data")
+    elsewhere = workplace / "elsewhere"
+    elsewhere.mkdir()
+    if is_moved:  # with the folder in which the path is relative
+        (workplace / "data").rename(elsewhere / "data")
+    monkeypatch.chdir(elsewhere)
+    assert command(replay.main, "relative@5").code == 0
+    assert command(inspect_data.main, "rows", "relative", "--step=5").code == 0
+    with mock.patch.object(training, "flags", lambda **named: training.as_flags(named)):
+        moved = {"data_path": "data"} if is_moved else {}
+        training.succeed(fork_from="relative@3", model_tag="child", **moved)
+    assert training.digests("child", 3) == training.digests("relative")[3:]
 
 
 @pytest.mark.parametrize(

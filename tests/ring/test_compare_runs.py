@@ -198,6 +198,24 @@ def test_another_device_batch_size_has_the_same_data_and_other_losses(base):
     assert "digests: 8 equal" in rest and "cursors: 4 equal" in rest
 
 
+def test_the_first_line_names_the_weight_decay_that_follows_from_another_length(base):
+    """Regression: the losses were the first to differ, and nothing said why."""
+    steps = 2 * STEPS
+    training.succeed(model_tag="long", num_iterations=steps, warmdown_steps=0)
+    training.succeed(model_tag="short", warmdown_steps=0)
+    _, summary, rest = compare("short", "long")
+    assert summary.startswith(
+        "same data; rates of the updates differ first at step 1.weight decay: "
+    )
+    assert f"checkpoint {STEPS} differs in " in rest
+
+
+def test_a_length_that_follows_from_another_setting_is_listed(base, changed):
+    rewrite_log(changed, lambda r: r | {"num_iterations": 99} if "num_iterations" in r else r)
+    rest = compare("a", changed)[2]
+    assert re.search(rf"^num_iterations +{STEPS} +99$", rest, re.MULTILINE)
+
+
 def test_another_seed_differs_from_step_0_on(base):
     digests = training.digests("a")[0], training.digests("seed")[0]
     _, summary, rest = compare("a", "seed")

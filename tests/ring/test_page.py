@@ -293,8 +293,9 @@ def test_two_runs_show_the_settings_that_differ(runs, tmp_path):
     assert [run["digests"][30] for run in data["runs"]] == [f"{30:016x}", "f" * 16]
 
 
-def test_runs_with_different_validation_text_are_shown_with_a_warning(tmp_path):
-    """Regression: their bits per byte were side by side like comparable ones."""
+def test_runs_with_different_validation_text_have_a_warning_at_the_chart(tmp_path):
+    """Regression: their bits per byte were side by side like comparable ones; and the warning was far
+    below the chart."""
     runs = [make_run(tmp_path / name) for name in ("one", "two")]
     note = "Different validation text: bits per byte cannot be compared."
     for run, has_note in ((runs[0], False), (runs[1], True)):
@@ -304,7 +305,8 @@ def test_runs_with_different_validation_text_are_shown_with_a_warning(tmp_path):
         manifests["val"]["web"]["files"][0]["size"] += has_note
         write_json(run / "data_manifest.json", manifests)
         text, _ = write(runs, tmp_path / "page.html")
-        assert (note in text) == has_note
+        before = text.partition('<div class="plot" id="Validation bits per byte">')[0]
+        assert text.count(note) == has_note and before.endswith(f"<p>{note}</p>") == has_note
 
 
 @pytest.fixture

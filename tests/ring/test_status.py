@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from nanochat import run_state
+from nanochat.common import write_json
 from nanochat.run_owner import claim, exit_code
 from nanochat.run_reader import RunReader
 from nanochat.run_state import STATE_NAME, identify, read_state
@@ -222,6 +223,21 @@ def test_the_table_of_all_runs_marks_dead_ones(base, capsys):
         ["zero", "unreadable"],
     ]
     assert lines[2].endswith("the disk is full")
+
+
+def test_runs_ranked_by_bits_per_byte_of_different_text_have_a_note(base, capsys):
+    """Regression: they were ranked without a word."""
+    config = {"data_format": "text", "max_seq_len": 8, "derived": {}}
+    for name, size, bpb in (("a", 10, 1.5), ("b", 10, 1.25), ("c", 20, 1.0), ("new", 0, None)):
+        folder = fake_run(base, name, "completed", val_bpb=bpb)
+        write_json(folder / "config.json", config)
+        pin = {"name": "val.parquet", "size": size, "footer": "f", "groups": [1]}
+        val = {"data": {"root": "/data", "files": [pin]}}
+        write_json(folder / "data_manifest.json", {"train": {}, "val": val})
+    note = "note: different validation text: bits per byte cannot be compared\n"
+    for runs, has_note in (("ab", False), ("abc", True)):
+        status.main([*runs, "new", "--sort=bpb"])
+        assert capsys.readouterr().out.endswith(note) == has_note
 
 
 def test_the_table_has_the_named_runs_sorted_and_coloured_on_a_terminal(base, capsys, monkeypatch):

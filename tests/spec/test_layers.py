@@ -61,6 +61,7 @@ DEFERRED = {
         ("nanochat.run_reader", f"nanochat.{name}"): "Arrow, which scripts.status does not need"
         for name in ("pins", "stream", "tokens")
     },
+    ("scripts.status", "nanochat.run_facts"): "PyTorch, needed only to rank by bits per byte",
     ("scripts.compare_runs", "nanochat.run_stream"): "PyTorch, needed only to name what differs",
     ("scripts.export", "nanochat.integrations.fast_encoders"): "tokenizers, for one kind of export",
     (

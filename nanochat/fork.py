@@ -367,13 +367,13 @@ def _joined(
     found = {entry["name"]: entry for entry in manifest["files"]}
     files = []
     for entry in theirs["files"]:
-        if entry["name"] not in found:
+        own = found.pop(entry["name"], None)
+        if own is None and not (as_path(manifest["root"]) / entry["name"]).exists():
             raise FileNotFoundError(
                 f"--data-path: {entry['name']} is missing in {manifest['root']}, and {run} reads it; a fork "
                 f"may add files, or read none of its parent's"
             )
-        own = found.pop(entry["name"])
-        if pins_of(own) != pins_of(entry):
+        if own is None or pins_of(own) != pins_of(entry):  # None: it is a validation file now
             place = "" if manifest["root"] == theirs["root"] else f" in {theirs['root']}"
             raise ValueError(
                 f"{manifest['root']}/{entry['name']}: {run} read another file of this name{place}; name that one "

@@ -58,7 +58,7 @@ def made(served, tmp_path_factory):
     Hub that was killed after its step 2."""
     with training.workplace(tmp_path_factory.mktemp("made")) as folder:
         succeed(**RUN, model_tag="local")
-        files = {f"data/{path.name}": path.read_bytes() for path in folder.glob("data/*")}
+        files = {f"data/{path.name}": path.read_bytes() for path in sorted(folder.glob("data/*"))}
         commit = served.commit("own/set", files)
         killed = training.start(**RUN, data_path=SET, hook=partial(die_after_step, 2))
         killed.wait_for_death()
@@ -648,11 +648,15 @@ def test_a_wrong_path_is_named_before_a_missing_tokenizer(hub, path):
     assert "no such data folder; did you mean data?" in refuse(**RUN, data_path=path.format(base))
 
 
+@pytest.mark.parametrize("turns", [1, 2, 3])
 @pytest.mark.parametrize("more", [{}, {"fork_from": "run@2", "model_tag": "child"}])
-def test_a_file_of_another_commit_is_not_called_changed(hub, made, more):
-    """Regression: the advice was to restore the old file."""
+def test_a_file_of_another_commit_is_not_called_changed(hub, made, more, turns):
+    """Regressions: the advice was to restore the old file; a fork called it missing if it was now the
+    validation file of before."""
     train(num_iterations=2)
-    newest = hub.commit("own/set", newer(made.files))
+    names = [*made.files]
+    turned = dict(zip(names, [made.files[name] for name in names[turns:] + names[:turns]]))
+    newest = hub.commit("own/set", turned)
     error = refuse(**RUN, data_path=f"{SET}@{newest}", **more)
     assert error.startswith(f"{SET}@{newest}/data/shard_") and "read another file of" in error
     assert f"in {SET}@{made.commit}; name that" in error and "restore" not in error

@@ -36,7 +36,15 @@ from nanochat.checkpoint import (
     list_checkpoints,
     step_of,
 )
-from nanochat.common import AnyPath, Difference, as_path, differences, hash_json, print0
+from nanochat.common import (
+    AnyPath,
+    Difference,
+    as_path,
+    differences,
+    hash_json,
+    is_remote,
+    print0,
+)
 from nanochat.config import (
     OF_ONE_RUN,
     OF_ROWS,
@@ -146,7 +154,7 @@ def branch_off(settings: Settings, parent: Parent) -> Settings:
                 f"--model-tag=NAME"
             )
         return settings  # it has not saved yet; all else was decided when it began
-    settings = _inherit(settings, parent)
+    settings = _reads_where_parent_does(_inherit(settings, parent), parent)
     changes = _changes(settings, parent)
     _check_halt(settings, parent, changes)
     tokens = checkpoint.trainer_state["progress"]["tokens"]
@@ -225,6 +233,17 @@ def _inherit(settings: Settings, parent: Parent) -> Settings:
     return replace(settings, **values)
 
 
+def _reads_where_parent_does(settings: Settings, parent: Parent) -> Settings:
+    """The settings with the folder in which the parent's files are pinned, if its data path is
+    relative to another folder than the present one."""
+    path = settings.data_path
+    named = (settings.fork or {}).get("named", ())
+    if path is None or "data_path" in named or is_remote(path) or Path(path).exists():
+        return settings
+    roots = {manifest["root"] for manifest in parent.manifests["train"].values()}
+    return replace(settings, data_path=roots.pop()) if len(roots) == 1 else settings
+
+
 def _changes(settings: Settings, parent: Parent) -> dict[str, list[Any]]:
     """{setting: [parent's value, fork's value]}. ValueError lists those that a fork keeps."""
     if type(settings) is not type(parent.settings):
@@ -241,9 +260,10 @@ def _changes(settings: Settings, parent: Parent) -> dict[str, list[Any]]:
         if name in ("data_path", "val_path") and _is_same_state(then[name], now[name]):
             continue  # another name of it
         before, after = then[name], now[name]
-        if not changes_of(name, before, after) and not (name == "data_path" and name in named):
-            continue
-        changes[name] = [before, after]
+        # files may join the data that a command names, even if it is the parent's
+        differs = name in named if name == "data_path" else changes_of(name, before, after)
+        if differs:
+            changes[name] = [before, after]
     assert settings.fork_from is not None
     check_kept(settings.fork_from, then, now)
     if settings.skip_steps:
@@ -367,14 +387,19 @@ def _joined(
     found = {entry["name"]: entry for entry in manifest["files"]}
     files = []
     for entry in theirs["files"]:
+        place = "" if manifest["root"] == theirs["root"] else f" in {theirs['root']}"
         own = found.pop(entry["name"], None)
-        if own is None and not (as_path(manifest["root"]) / entry["name"]).exists():
+        if own is None and (as_path(manifest["root"]) / entry["name"]).exists():
+            raise ValueError(
+                f"{manifest['root']}/{entry['name']}: it is validation data here, but {run} trains on the file of "
+                f"this name{place}; name other data with --val-path or --data-path"
+            )
+        if own is None:
             raise FileNotFoundError(
                 f"--data-path: {entry['name']} is missing in {manifest['root']}, and {run} reads it; a fork "
                 f"may add files, or read none of its parent's"
             )
-        if own is None or pins_of(own) != pins_of(entry):  # None: it is a validation file now
-            place = "" if manifest["root"] == theirs["root"] else f" in {theirs['root']}"
+        if pins_of(own) != pins_of(entry):
             raise ValueError(
                 f"{manifest['root']}/{entry['name']}: {run} read another file of this name{place}; name that one "
                 f"with --data-path, or give this one another name"

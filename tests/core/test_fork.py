@@ -297,6 +297,24 @@ def test_files_that_arrived_join_only_if_the_data_is_named(workplace):
     assert "shard_0_new.parquet" in files
 
 
+def test_a_fork_from_another_folder_reads_where_its_parent_does(workplace, monkeypatch):
+    """Regression: it looked for the parent's relative path in the present folder."""
+    monkeypatch.chdir(workplace)
+    training.succeed(model_tag="relative", data_path="data", num_iterations=2)
+    (workplace / "elsewhere").mkdir()
+    monkeypatch.chdir(workplace / "elsewhere")
+    val = training.write_shard(workplace / "val/other.parquet", training.texts(9, seed=9))
+    train = workplace / "data/shard_0.parquet"
+    error = fork(step=1, parent="relative", run=training.refuse, val_path=train)
+    assert f"{train}: it is validation data here, but relative trains on" in error
+    fork(step=1, parent="relative", num_iterations=3, val_path=val)
+    record = read_config(training.run_dir("child"))
+    assert record["data_path"] == str(workplace / "data")
+    assert record["fork"]["changes"].keys() == {"val_path", "num_iterations"}
+    monkeypatch.chdir(workplace)
+    training.succeed(model_tag="child", fork_from="relative@1", num_iterations=3, val_path=val)
+
+
 @pytest.mark.parametrize("make_copy", [shutil.copy, Path.symlink_to])
 def test_a_validation_file_may_be_a_copy_of_a_training_file(workplace, caplog, make_copy):
     """Regression: a fork whose data is named missed the training file, which was held out."""

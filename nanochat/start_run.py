@@ -31,7 +31,7 @@ import dataclasses
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -53,6 +53,7 @@ from nanochat.common import (
     as_path,
     begin_launch,
     check_stop,
+    counted,
     is_remote,
     open_door,
     print0,
@@ -99,7 +100,7 @@ from nanochat.run_order import order_of, stream_config
 from nanochat.run_settings import build_model as build_model  # forks import it from here
 from nanochat.run_settings import derive, device_memory, how_to_extend, resolve
 from nanochat.run_settings import estimate_memory as estimate_memory
-from nanochat.schedule import HORIZON, Horizon
+from nanochat.schedule import HORIZON, Horizon, HorizonSettings
 from nanochat.sources import RunData, check_files, open_data, warn_of_arrivals
 from nanochat.steps import Progress
 from nanochat.stream import open_stream
@@ -184,9 +185,10 @@ class Start:
         status, where = self.state.get("status"), self.checkpoint and self.checkpoint.path
         ended = "completed" in self.events or "started" not in self.events
         if status == "completed" and self.step >= self.horizon.num_iterations and ended:
+            done = f"completed after {counted(self.step, 'step')} ({where})"
             return Over(
                 0,
-                f"{self.run_dir}: completed ({where}), nothing to do; to train further, "
+                f"{self.run_dir}: {done}, nothing to do; to train further, "
                 f"{how_to_extend(self.settings, self.horizon)}; to start another run, use --model-tag=NAME",
             )
         allowed = self.settings.allow_bucket_exhaustion and not self.state.get("all_dry")
@@ -353,6 +355,7 @@ def _inspect(run_dir: Path, settings: Settings, device: torch.device) -> Start:
     notices = dict[str, str]()
     if exists and not scratch:
         config = read_config(run_dir)
+        settings = keep_length(settings, config_at(run_dir, math.inf))
         settings, notices = resume_settings(config, settings, run_dir=run_dir)
     checkpoint = None if scratch else _own_checkpoint(run_dir, settings.resume)
     origin = parent = None
@@ -398,6 +401,15 @@ def _inspect(run_dir: Path, settings: Settings, device: torch.device) -> Start:
     return replace(
         start, settings=order.settle(settings, horizon, start.cursors, start.steps_to_read)
     )
+
+
+def keep_length(settings: Settings, newest: Mapping[str, Any]) -> Settings:
+    """The settings with the length that the newest launch of the run had, if the command names
+    none: a rerun must not train a short run on to the default length."""
+    lengths = {f.name: f.default for f in fields(HorizonSettings)}
+    if any(getattr(settings, name) != default for name, default in lengths.items()):
+        return settings
+    return replace(settings, **{name: newest.get(name, lengths[name]) for name in lengths})
 
 
 def _check_beginning(run_dir: Path, settings: Settings, config: Mapping[str, Any]) -> None:

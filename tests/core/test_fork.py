@@ -160,6 +160,17 @@ def test_a_fork_of_an_extended_run_has_its_horizon():
     assert losses("late") == losses("parent")[10:]
 
 
+def test_a_command_without_a_length_keeps_that_of_the_run():
+    """Regression: a completed run of 40 steps was trained on to the default of 1,056."""
+    for steps in (STEPS, STEPS + 2):
+        outcome = training.succeed(model_tag="parent", num_iterations=steps)
+        assert f"completed after {steps} steps" in outcome.out or steps > STEPS
+        again = training.succeed(model_tag="parent", num_iterations=None)
+        assert f"completed after {steps} steps" in again.out and "nothing to do" in again.out
+    shutil.rmtree(training.run_dir("parent") / "checkpoints" / "final")
+    assert f"/{STEPS + 2:05}" in training.succeed(model_tag="parent", num_iterations=None).out
+
+
 # ---- what a step computes ------------------------------------------------------------------------
 
 

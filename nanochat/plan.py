@@ -471,7 +471,9 @@ def make_plan(
     plans = {}
     for bucket, of_bucket in lengths.items():
         account = accounts.get(bucket)
-        plans[bucket] = _bucket_plan(config, bucket, of_bucket, asked[bucket], account, rehearsed)
+        plans[bucket] = _bucket_plan(
+            config, bucket, of_bucket, asked[bucket], account, rehearsed, begin
+        )
     return Plan(
         estimate=any(of_bucket.is_estimate for of_bucket in lengths.values()),
         T=config.T,
@@ -610,6 +612,7 @@ def _bucket_plan(
     asked: int,
     account: dict[str, int] | None,
     rehearsed: Rehearsed,
+    begin: Sequence[Cursor],
 ) -> BucketPlan:
     """What a run takes from a bucket; `account`: None if no row was rehearsed."""
     trained = asked if account is None else account["rows"] * config.T
@@ -620,7 +623,7 @@ def _bucket_plan(
         lanes = range(config.V)
     if account is None or not exact:
         num_rows = min(SAMPLE_ROWS, asked // config.T // config.V)
-        account = _sample(config, bucket, lengths, lanes, -(-num_rows // len(lanes)))
+        account = _sample(config, bucket, lengths, lanes, -(-num_rows // len(lanes)), begin)
     return BucketPlan(
         documents=lengths.documents,
         tokens=lengths.tokens,
@@ -636,9 +639,16 @@ def _bucket_plan(
 
 
 def _sample(
-    config: StreamConfig, bucket: str, lengths: Lengths, lanes: Sequence[int], rows: int
+    config: StreamConfig,
+    bucket: str,
+    lengths: Lengths,
+    lanes: Sequence[int],
+    rows: int,
+    begin: Sequence[Cursor],
 ) -> dict[str, int]:
-    """A bucket's account after the first `rows` rows of each of these lanes."""
+    """A bucket's account of the first `rows` rows of each of these lanes, after the cursors `begin`
+    of a fork."""
+    begun = {cursor["lane"]: cursor for cursor in begin if bucket in cursor["buckets"]}
     cursors = []
     for lane in lanes:
         feed = Rehearsal(
@@ -649,11 +659,14 @@ def _sample(
             order=open_order(lengths, bucket=bucket, config=config),
             pool=None,
         )
+        if lane in begun:
+            feed.restore(begun[lane]["buckets"][bucket])
         for _ in range(rows):
             if feed.pack() is None:
                 break
         cursors.append({"buckets": {bucket: feed.state().to_json()}})
-    return ledger(cursors, config.T)[bucket]
+    before = [begun[lane] for lane in lanes if lane in begun]
+    return _accounts_since(before, cursors, config.T)[bucket]
 
 
 def _phases(

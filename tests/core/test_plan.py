@@ -98,6 +98,30 @@ def test_the_figures_of_books_are_those_of_the_rows_although_most_tokens_are_pen
     assert bucket.passes == pytest.approx(num_rows * 12 / bucket.tokens, rel=0.1)
 
 
+@pytest.mark.parametrize("parent_steps", [10, 200])
+def test_a_sample_of_a_fork_begins_where_its_parent_is(tmp_path, parent_steps):
+    """Regression: it began at the start of the data, where no split document has come back."""
+    data = source(tmp_path / "a", [[60] * 4000])
+    config = StreamConfig(T=16, V=2, buffer_size=64, long_docs="split", overlap=4)
+    steps = parent_steps + 50
+    _, before, cursors = run(config, {"a": data}, R=4, steps=parent_steps, drop_dry=False)
+    _, after, _ = run(config, {"a": data}, R=4, steps=steps, drop_dry=False)
+    plan = make_plan(
+        config,
+        {"a": data},
+        rows_per_step=4,
+        num_steps=steps,
+        cursors=cursors,
+        start_step=parent_steps,
+        first_step=parent_steps,
+        begin=cursors,
+    )
+    bucket = plan.buckets["a"]
+    repeated = after["a"]["repeated"] - before["a"]["repeated"]
+    assert not bucket.exact, "the case: it has no limit"
+    assert bucket.repeated == pytest.approx(repeated / (50 * 4 * 17), rel=0.1)
+
+
 def test_rows_of_concat_share_one_token_each(tmp_path):
     """Regression: books of which little was placed seemed to share almost none."""
     data = source(tmp_path / "a", [[990] * 60])

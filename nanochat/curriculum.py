@@ -41,17 +41,21 @@ import json
 import math
 import re
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from nanochat.cli import Decides, did_you_mean, read_yaml, setting
 from nanochat.common import Difference, check_shape, permutation
 
 VERSION = 1  # of the sequence that a Mixer computes from a curriculum
 BLOCK = 256  # rows
+COUNTED = 1 << 14  # blocks of each lane that are counted one by one
 GOLDEN = 0x9E3779B97F4A7C15  # frac(golden ratio), times 2**64
 SQRT2 = 0x6A09E667F3BCC909  # frac(sqrt(2)), times 2**64
 PHASE = {"duration_tokens": None, "mix": dict}  # any value, which Phase checks
@@ -364,3 +368,31 @@ class Mixer:
         # order the rows
         places = permutation(BLOCK, self.seed, "mix", phase, lane, block).tolist()
         return [line[place] for place in places]
+
+    def counts(self, phase: int, rows: int) -> Counter[str]:
+        """How many of the first `rows` rows that each lane takes of a phase are of each bucket, in
+        all lanes together, while no bucket is dry. Within a few rows after COUNTED blocks."""
+        num_blocks, rest = divmod(rows, BLOCK)
+        counts = Counter[str]()
+        by_weight = max(0, num_blocks - COUNTED) * BLOCK * self.V  # rows of the blocks before these
+
+        # as in `_draw`, but with all u at once: a bucket ends one row later if u is at least `late`
+        blocks = np.arange(max(0, num_blocks - COUNTED), num_blocks, dtype=np.uint64)
+        lanes = np.arange(self.V, dtype=np.uint64)
+        u = blocks[:, None] * np.uint64(GOLDEN) + lanes * np.uint64(SQRT2)  # modulo 2^64
+        total = sum(self._shares[phase].values())
+        up_to = before = 0
+        for bucket, n in self._shares[phase].items():
+            up_to += n
+            end, remainder = divmod(BLOCK * up_to, total)
+            placed = by_weight * up_to // total + end * u.size
+            late = -(-((total - remainder) << 64) // total)
+            if late < 2**64:
+                placed += int((u >= np.uint64(late)).sum())
+            counts[bucket] = placed - before
+            before = placed
+
+        # the rows of the last block, which may be any of it
+        for lane in range(self.V if rest else 0):
+            counts.update(filter(None, self._draw(phase, lane, num_blocks, frozenset())[:rest]))
+        return counts

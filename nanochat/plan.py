@@ -672,26 +672,27 @@ def _sample(
 def _phases(
     config: StreamConfig, buckets: Sequence[str], first: int, stop: int, n: int
 ) -> list[PhasePlan]:
-    """Each phase: its first step, its tokens, and the tokens that its mix requests of each bucket.
-
-    Requests are exact to within two rows of each lane. In this run, each lane packs its rows
-    `first` to `stop` - 1, n per step.
+    """Each phase: its first step, its tokens, and the tokens that its mix requests of each bucket,
+    which in a short phase are not quite its weights. In this run, each lane packs its rows `first`
+    to `stop` - 1, n per step.
     """
     mix = config.curriculum
-    lengths = [stop]
-    shares = [{buckets[0]: 1}]
-    if mix is not None:
-        lengths = mix.phase_rows(config.T, config.V)
-        shares = [phase.shares() for phase in mix.phases]
+    if mix is None:
+        tokens = (stop - first) * config.V * config.T
+        return [{"first_step": 0, "tokens": tokens, "asked": {buckets[0]: tokens}}]
 
     # the rows at which phases begin and end; the last phase never ends
-    edges = [0, *np.cumsum(lengths[:-1]), max(stop, sum(lengths))]
-    in_run = np.clip(edges, first, stop).tolist()
+    mixer = mix.mixer(T=config.T, V=config.V, seed=config.seed)
+    lengths = mix.phase_rows(config.T, config.V)
+    starts = [0, *np.cumsum(lengths[:-1]).tolist()]
+    ends = [*starts[1:], max(stop, sum(lengths))]
     phases: list[PhasePlan] = []
-    for begin, end, weights in zip(in_run, in_run[1:], shares):
+    for phase, (start, end) in enumerate(zip(starts, ends)):
+        begin, end = np.clip([start, end], first, stop).tolist()
+        rows = mixer.counts(phase, max(0, end - start))
+        rows.subtract(mixer.counts(phase, max(0, begin - start)))
+        asked = {bucket: rows[bucket] * config.T for bucket in buckets}
         tokens = (end - begin) * config.V * config.T
-        whole = sum(weights.values())
-        asked = {bucket: tokens * weights.get(bucket, 0) // whole for bucket in buckets}
         phases.append({"first_step": (begin - first) // n, "tokens": tokens, "asked": asked})
     return phases
 

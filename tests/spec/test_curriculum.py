@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from nanochat import curriculum as curriculum_module
 from nanochat.curriculum import BLOCK, Curriculum, Mixer, Phase, load
 from tests.toy import examples
 
@@ -59,6 +60,23 @@ def block_counts(m, lane, block):
 
 
 # ---- counts --------------------------------------------------------------------------------------
+
+
+@given(mixes, st.integers(1, 5), st.integers(0, 3 * BLOCK), st.integers(0, 3))
+@settings(max_examples=examples(1))
+def test_law_counts_are_those_of_the_rows(mix, V, rows, seed):
+    m = mixer((1, {"a": 1}), (1, mix), V=V, seed=seed)
+    counted = Counter(m.bucket(lane, 1 + row) for lane in range(V) for row in range(rows))
+    assert +m.counts(1, rows) == counted
+
+
+def test_counts_of_a_long_phase_are_within_a_few_rows(monkeypatch):
+    m = mixer((1, {"a": 1, "b": 2, "c": 0.1}), V=4)
+    exact = m.counts(0, 3000 * BLOCK + 7)
+    monkeypatch.setattr(curriculum_module, "COUNTED", 10)
+    quick = m.counts(0, 3000 * BLOCK + 7)
+    assert quick.total() == exact.total()
+    assert all(abs(quick[bucket] - exact[bucket]) < 4 * 5 for bucket in "abc")
 
 
 @given(mixes, st.integers(0, 63), st.integers(0, 2**40), st.sets(st.sampled_from(NAMES)))

@@ -284,7 +284,7 @@ def _buckets_table(plan: Plan) -> list[str]:
             "requested": bucket.asked,
             "trained": bucket.trained,
             "usable": bucket.usable,
-            "passes": f"{bucket.passes:.2f}{limit}",
+            "passes": f"{bucket.passes:.3g}{limit}",
             "cropped %": f"{100 * bucket.cropped:.2f}",
             "repeated %": f"{100 * bucket.repeated:.2f}",
             "padded %": f"{100 * padded:.2f}",

@@ -202,7 +202,7 @@ def _notes(start: Start, layout: StepLayout, device: torch.device) -> Iterator[s
     if layout.num_leaves % layout.world_size:
         yield (
             f"{layout.world_size} processes do not divide {layout.num_leaves} leaves: same data, but "
-            f"results are rounded differently than with a number that divides them (--leaves is fixed when a run "
+            f"results may be rounded differently than with a number that divides them (--leaves is fixed when a run "
             f"starts)"
         )
     if layout.dead_share > 0.1:

@@ -28,7 +28,7 @@ import pyarrow.parquet as pq
 from tqdm import tqdm
 
 from nanochat.cli import Parser, run_main, setup_logging, whole
-from nanochat.common import AnyPath, as_local_path, get_base_dir, is_remote
+from nanochat.common import AnyPath, as_local_path, differences, get_base_dir, is_remote
 from nanochat.files import BUCKET, DATASET_NAME, FORMATS, data_at, default_data_path
 from nanochat.splits import DataFile, describe_split, last_file_validates, split_train_val
 from nanochat.text import Selection, add_text_flags
@@ -97,10 +97,15 @@ def find_existing(
     read = training.get("files", [])
     same_files = files == read if training.get("exhausted") else files[: len(read)] == read
     if training.get("arguments") != arguments or not same_files:
+        what = "files"
+        if training.get("arguments") != arguments:
+            changes = differences(training.get("arguments", {}), arguments)
+            listed = "; ".join(f"{name} was {was}, is {now}" for name, was, now in changes)
+            what = f"arguments ({listed})"
         raise ValueError(
-            f"{output_dir}: holds a tokenizer trained with different arguments or files, which data and "
-            f"runs may depend on. Add --output-dir=DATA/tokenizer, where commands on the folder DATA "
-            f"find it, or replace it with --force"
+            f"{output_dir}: holds a tokenizer trained with different {what}, which data and runs may "
+            f"depend on. Add --output-dir=DATA/tokenizer, where commands on the folder DATA find it, or "
+            f"replace it with --force"
         )
     return RustBPETokenizer.from_directory(output_dir)
 

@@ -46,7 +46,7 @@ COPIES = 2  # checkpoints on disk at once: the old one is deleted when the new o
 LEGEND = """\
 trained: tokens in rows, with the repeated ones; usable: until the first lane runs dry, "-" if that is not in sight
 repeated %: overlap of split documents, which has no loss
-figures: "about" if they are estimated from a sample; docs/data.md has more"""
+figures: "about" if they are estimated from a sample: of much text, or of the rows of a bucket that cannot run dry"""
 
 
 def parser() -> Parser:

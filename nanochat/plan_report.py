@@ -73,7 +73,7 @@ def print_passes(start: Starting, data: RunData) -> None:
         again = again + added
     repeated = sample.total(again) / emitted
     why = refuse_waste("its data", cropped, silent, about)
-    if why and settings.plan == "error" and not start.config:
+    if why and settings.plan == "error" and _is_new(start):
         raise ValueError(why)
     tokens = round(sample.total(lengths - 1 - sample.repeated))  # without BOS
     trained = start.horizon.total_tokens
@@ -127,8 +127,7 @@ def likely_problem(plan: Plan) -> str:
 
 def refusal(plan: Plan, start: Starting) -> str:
     """A sentence that says why a new run should not start although it could; empty if it should."""
-    is_new = not start.config
-    if not plan.crops or not is_new or start.settings.plan != "error":
+    if not plan.crops or not _is_new(start) or start.settings.plan != "error":
         return ""
     about = "about " if plan.estimate else ""
     for name, bucket in plan.buckets.items():
@@ -136,6 +135,11 @@ def refusal(plan: Plan, start: Starting) -> str:
         if why:
             return why
     return ""
+
+
+def _is_new(start: Starting) -> bool:
+    """Whether a run can still choose how it packs: it is neither resumed nor a fork."""
+    return not start.config and start.settings.fork is None
 
 
 def refuse_waste(data: str, cropped: float, silent: float, about: str = "about ") -> str:

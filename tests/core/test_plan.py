@@ -1,6 +1,7 @@
 """Figures, resumes, estimates and warnings of plans, compared with real streams."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -9,7 +10,7 @@ from nanochat import plan as plan_module
 from nanochat.common import Stop, stops_if
 from nanochat.order import StreamConfig
 from nanochat.plan import BucketPlan, Plan, Sample, make_plan
-from nanochat.plan_report import plan_lines, problem, warnings
+from nanochat.plan_report import plan_lines, problem, refusal, warnings
 from nanochat.sources import open_source, scan
 from nanochat.stream import Stream
 from tests.spec.test_plan import both, curriculum, run, source
@@ -266,6 +267,17 @@ def test_a_bucket_of_a_few_books_that_runs_dry_at_once_is_cropped(tmp_path):
 def much_text(monkeypatch):
     """All text is too much to be tokenized for a plan."""
     monkeypatch.setattr(plan_module, "WHOLE_TEXT_TOKENS", 0)
+
+
+@pytest.mark.parametrize("fork", [None, {"run": "parent"}])
+def test_books_that_would_be_cropped_are_refused_but_not_in_a_fork_which_packs_as_its_parent(
+    tmp_path, fork
+):
+    data = source(tmp_path / "a", [[900] * 60])
+    config = StreamConfig(T=16, V=4, max_epochs=1, buffer_size=8)
+    plan = make_plan(config, {"a": data}, rows_per_step=4, num_steps=5)
+    start = SimpleNamespace(config={}, settings=SimpleNamespace(plan="error", fork=fork))
+    assert ("--long-docs=split" in refusal(plan, start)) == (fork is None)  # type: ignore[arg-type]
 
 
 def test_the_share_without_loss_of_cropped_windows_is_that_of_their_rows(tmp_path):

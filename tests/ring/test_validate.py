@@ -310,9 +310,6 @@ def test_with_plan_warn_books_are_cropped_and_the_run_resumes(books):
     assert checked(**settings)[0] == 0
     training.succeed(**settings)
     assert "completed" in training.succeed(**settings | {"plan": "error", "num_iterations": 3}).out
-    # nor is a fork refused, which must keep its parent's packing
-    fork = {"plan": "error", "num_iterations": 4, "fork_from": "run@3", "model_tag": "fork"}
-    assert "completed" in training.succeed(**settings | fork).out
 
 
 def test_many_passes_are_the_last_line_before_the_verdict(books):

@@ -439,6 +439,7 @@ def _list_folder(path: AnyPath, data_format: str, suffixes: Sequence[str]) -> Li
     shown = [entry for entry in entries if not is_hidden(entry.path.relative_to(path), data_format)]
     _refuse_dangling(path, [entry.path for entry in shown if entry.kind == "dangling"], suffixes)
     files = [entry for entry in shown if entry.kind == "file"]
+    has_tokenizer = any(entry.path == path / OWN_TOKENIZER for entry in files)
     data = [entry for entry in files if has_suffix(entry.path.name, suffixes)]
     ignored: dict[str, list[AnyPath]] = {}
     if data_format == "text":
@@ -468,11 +469,13 @@ def _list_folder(path: AnyPath, data_format: str, suffixes: Sequence[str]) -> Li
             for name, some in FORMATS.items()
             if any(has_suffix(file.path.name, some) for file in files) and name != data_format
         ]
-        hint = (
-            f"it has files for --data-format {' or '.join(others)}"
-            if others
-            else "check --data-path"
-        )
+        hint = "check --data-path"
+        if others:
+            hint = f"it has files for --data-format {' or '.join(others)}"
+        if data_format != "text" and has_tokenizer:
+            hint = (
+                "if scripts.tok_shards was to write it, it has not finished: give its command again"
+            )
         not_read = f" ({describe_ignored(path, ignored)})" if ignored else ""
         raise FileNotFoundError(f"{path}: no {', '.join(suffixes)} file below it{not_read}; {hint}")
     if isinstance(path, Remote) or any(entry.linked for entry in data):

@@ -20,9 +20,11 @@ from typing import NamedTuple, NotRequired, TypedDict
 from tqdm import tqdm
 
 from nanochat.common import (
+    as_path,
     counted,
     hash_file,
     hash_json,
+    local_copy,
     parse_json,
     read_json,
     write_bytes,
@@ -70,14 +72,14 @@ def read_texts(named: str) -> Task:
     """
     file = named
     field = TEXT_FIELD
-    if not Path(named).is_file():
+    if not as_path(named).is_file():
         file, _, field = named.rpartition(":")
-    path = Path(file)
-    if not file or not field or not path.is_file():
+    if not file or not field or not as_path(file).is_file():
         raise FileNotFoundError(
             f"{named}: the file does not exist; pass FILE.jsonl, with one JSON object per line, or "
             f"FILE.parquet; FILE:FIELD for a field other than `{TEXT_FIELD}`"
         )
+    path = local_copy(as_path(file))
     items = []
     if text_suffix(path.name) == ".parquet":
         rows = numbered_documents(path, Selection(text_field=field))
@@ -89,7 +91,9 @@ def read_texts(named: str) -> Task:
                 items.append(Item(number, _field_of(record, field, path, number)))
     if not items:
         raise ValueError(f"{path}: the file has no items; expected one JSON object per line")
-    label = path.name if field == TEXT_FIELD else f"{path.name}:{field}"
+    label = as_path(file).name
+    if field != TEXT_FIELD:
+        label += f":{field}"
     return Task(label, hash_file(path), items)
 
 

@@ -212,10 +212,10 @@ def find_tree(place: Place) -> Tree:
 
 def list_tree(place: Place) -> Tree:
     """All files below a folder of a commit; none if it does not exist. A commit never changes, so
-    the list stays on disk."""
+    the list stays on disk, also for other addresses of the Hub."""
     hub = Hub.from_environment()
     address = hub.address("tree", place.repo, place.revision, place.inner)
-    name = f"tree-{hash_json(address)}"
+    name = f"tree-{hash_json([place.repo, place.revision, place.inner])}"
     listed = own_cache().read(name, lambda: json.dumps(ask_entries(hub, place, address)).encode())
     files = {entry["path"]: _as_file(hub, place, entry) for entry in json.loads(listed)}
     folders = set[str]()

@@ -560,3 +560,12 @@ def test_what_val_path_names_below_the_data_path_is_held_out(tmp_path):
     assert named == {"train": ["a.parquet"], "val": ["b.parquet", "c.parquet"]}
     with pytest.raises(ValueError, match=r"--val-path: it holds all training files of "):
         split_train_val(data_at(folder), data_at(folder))
+
+
+def test_a_folder_that_tok_shards_has_only_begun_is_not_called_text(tmp_path):
+    """Regression: "it has files for --data-format text", which were its tokenizer."""
+    tokenizer = tmp_path / "shards/tokenizer/tokenizer.json"
+    tokenizer.parent.mkdir(parents=True)
+    tokenizer.write_text("{}")
+    with pytest.raises(FileNotFoundError, match=r"no \.bin file below it; .* has not finished"):
+        list_files(data_at(tmp_path / "shards"), "shards")

@@ -739,12 +739,24 @@ def test_a_token_that_is_refused_is_named(hub, monkeypatch):
     assert "HF_TOKEN is refused (HTTP 401" in error and "mistyped;" not in error
 
 
-def test_rows_are_shown_while_the_hub_is_away(hub, capsys):
-    """The commit's list of files is on disk beside the ranges that the run has read."""
+@pytest.mark.parametrize("other_address", [False, True])
+def test_rows_are_shown_while_the_hub_is_away(hub, capsys, monkeypatch, other_address):
+    """The commit's list of files is on disk beside the ranges that the run has read. Regression: it
+    was that of an address of the Hub."""
     train(num_iterations=2)
     fail(hub)
+    if other_address:
+        monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    begin_launch()
     assert inspect_data.main(["rows", "run", "--step=1"]) == 0
     assert "shard_0" in capsys.readouterr().out
+
+
+def test_texts_may_be_a_file_of_the_hub(hub, capsys):
+    """Regression: "the file does not exist", of a validation file."""
+    train(num_iterations=2)
+    assert inspect_data.main(["find", "run", f"--texts={SET}/data/shard_0.parquet"]) == 0
+    assert "shard_0.parquet" in capsys.readouterr().out
 
 
 def test_a_server_that_refuses_connections_is_not_called_silent(hub, monkeypatch, caplog):

@@ -16,8 +16,8 @@ each file and one of itself, computed with zeros in place of that checksum:
 
 **Writing.** All files go into a folder with a hidden name, each one fsynced, the seal last; one
 rename gives the checkpoint its name. A good checkpoint of the same step and status is kept, because
-it saw the same rows; a corrupt one is replaced. If a completed run is extended, its old `final` is renamed to
-the checkpoint of the step it was saved at. So a good checkpoint exists at every instant.
+it saw the same rows; a corrupt one is replaced. If a completed run is extended, its old `final` is
+renamed to the checkpoint of the step it was saved at. So a good checkpoint exists at every instant.
 
 **Reading.** `first_good` goes from the newest checkpoint to the oldest, and takes the first whose
 every byte matches its checksum. States hold only tensors and plain values, and are loaded with

@@ -426,9 +426,8 @@ def _read_small(path: Path | str, max_bytes: int) -> bytes:
 
 def _check_plain(value: object) -> None:
     """ValueError if a value of YAML or TOML is more than JSON can hold (a date, a set), holds half a
-    surrogate pair, is nested
-    more than MAX_LEVELS deep, or holds more than MAX_VALUES values, as aliases of YAML within
-    aliases do in a few hundred bytes."""
+    surrogate pair, is nested more than MAX_LEVELS deep, or holds more than MAX_VALUES values, as
+    aliases of YAML within aliases do in a few hundred bytes."""
     todo: list[tuple[object, int]] = [(value, 1)]
     seen = 0
     while todo:

@@ -234,14 +234,18 @@ def _inherit(settings: Settings, parent: Parent) -> Settings:
 
 
 def _reads_where_parent_does(settings: Settings, parent: Parent) -> Settings:
-    """The settings with the folder in which the parent's files are pinned, if its data path is
-    relative to another folder than the present one."""
+    """The settings with the folder in which the parent's files are pinned, if its data path names
+    that folder, but from another one than the present one. Lists and prefixes stay as they are."""
     path = settings.data_path
     named = (settings.fork or {}).get("named", ())
-    if path is None or "data_path" in named or is_remote(path) or Path(path).exists():
+    if path is None or "data_path" in named or is_remote(path):
+        return settings
+    data = data_at(path)
+    if data.files or data.folder.exists():
         return settings
     roots = {manifest["root"] for manifest in parent.manifests["train"].values()}
-    return replace(settings, data_path=roots.pop()) if len(roots) == 1 else settings
+    is_folder = len(roots) == 1 and Path(*roots).name == data.folder.name
+    return replace(settings, data_path=roots.pop()) if is_folder else settings
 
 
 def _changes(settings: Settings, parent: Parent) -> dict[str, list[Any]]:

@@ -326,6 +326,20 @@ def test_a_fork_from_another_folder_reads_where_its_parent_does(workplace, monke
     training.succeed(model_tag="child", fork_from="relative@1", num_iterations=3, val_path=val)
 
 
+def test_a_fork_keeps_the_list_of_token_files_that_its_parent_names(workplace):
+    """Regression: it named their folder, and so all files in it."""
+    shards = [
+        str(path.with_suffix(""))
+        for path in sorted((workplace / "shards/train/data").glob("*.bin"))
+    ]
+    named = {"data_format": "shards", "data_path": ",".join(shards[:2]), "val_path": shards[2]}
+    training.succeed(model_tag="listed", num_iterations=2, **named)
+    fork(step=1, parent="listed", num_iterations=3)
+    record = read_config(training.run_dir("child"))
+    assert record["data_path"] == named["data_path"]
+    assert record["fork"]["changes"].keys() == {"num_iterations"}
+
+
 @pytest.mark.parametrize("make_copy", [shutil.copy, Path.symlink_to])
 def test_a_validation_file_may_be_a_copy_of_a_training_file(workplace, caplog, make_copy):
     """Regression: a fork whose data is named missed the training file, which was held out."""

@@ -30,7 +30,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import Field, asdict, dataclass, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Any, NamedTuple, get_args, get_type_hints
 
 from nanochat.attention import KERNELS, MODES
 from nanochat.checkpoint import SaveSettings
@@ -728,16 +728,23 @@ def changes_of(name: str, before: Any, after: Any) -> list[Difference]:
     return [] if before == after else [Difference(what, before, after)]
 
 
+class Notice(NamedTuple):
+    """What to say of a setting that a later launch has changed."""
+
+    change: str
+    effect: str
+
+
 def resume_settings(
     run: Mapping[str, Any], command: Settings, *, run_dir: Path
-) -> tuple[Settings, dict[str, str]]:
-    """(settings, {change: its effect}) for a command that resumes the run in `run_dir`, whose
+) -> tuple[Settings, dict[str, Notice]]:
+    """(settings, {changed setting: notice}) for a command that resumes the run in `run_dir`, whose
     config.json holds `run`. Automatic settings of the command take the run's values. ValueError
     lists the changes that are not allowed."""
     then, now = Settings.from_json(run), command.to_json()
     # with another --order, which is refused, only the common settings can be compared
     known = fields_of(type(then) if type(then) is type(command) else Settings)
-    notices: dict[str, str] = {}
+    notices: dict[str, Notice] = {}
     refused: list[str] = []
     fits = True  # whether the run's weights fit the settings of the command
     forks = True  # whether a fork may have the settings of the command
@@ -748,8 +755,9 @@ def resume_settings(
             now[name] = after = before
         decides, note = f.metadata["decides"], f.metadata["note"]
         differing = changes_of(name, before, after)
-        if name == "curriculum" and not differing:
-            notices |= _longer_last_phase(then.mix, command.mix)
+        longer = _longer_last_phase(then.mix, command.mix) if name == "curriculum" else ""
+        if longer:
+            notices[name] = Notice(longer, HORIZON)
         if differing and decides:
             fits = fits and Decides.WEIGHTS not in decides
             forks = forks and not is_kept_by_forks(name, decides)
@@ -759,7 +767,8 @@ def resume_settings(
             refused.append("\n  ".join(told) + f" ({note})")
         elif differing:
             [(what, old, new)] = differing
-            notices[f"{what}: the run started with {old!r}, this launch has {new!r}"] = note
+            change = f"{what}: the run started with {old!r}, this launch has {new!r}"
+            notices[name] = Notice(change, note)
     unknown = run.keys() - fields_of(type(then)).keys() - REMOVED - {"origin", "derived"}
     refused += [
         f"{flag(name)}: the run has {run[name]!r}, but this code has no such setting"
@@ -784,17 +793,16 @@ def resume_settings(
     return type(command)(**now), notices
 
 
-def _longer_last_phase(then: Curriculum | None, now: Curriculum | None) -> dict[str, str]:
-    """{change: its effect} if the last phase of a curriculum has another duration; the last phase
-    never ends, so this decides the length of the run alone."""
+def _longer_last_phase(then: Curriculum | None, now: Curriculum | None) -> str:
+    """In words, that the last phase of a curriculum has another duration; "" if it has not. The last
+    phase never ends, so this decides the length of the run alone."""
     if then is None or now is None:
-        return {}
+        return ""
     before = then.phases[-1].duration_tokens
     after = now.phases[-1].duration_tokens
     if before == after:
-        return {}
-    change = f"--curriculum: its last phase had {before:,} tokens, now {after:,}"
-    return {change: HORIZON}
+        return ""
+    return f"--curriculum: its last phase had {before:,} tokens, now {after:,}"
 
 
 def settings_table() -> str:

@@ -156,7 +156,7 @@ def print_summary(
 def _print_changes(start: Start) -> None:
     """For a resume: print the settings that differ from those of the run."""
     print0(f"settings: those in {start.run_dir / CONFIG_NAME}")
-    for change, effect in start.notices.items():
+    for change, effect in start.notices.values():
         print0(f"changed: {change}{effect and f' ({effect})'}")
 
 

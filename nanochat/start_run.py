@@ -59,7 +59,7 @@ from nanochat.common import (
     print0,
     write_json,
 )
-from nanochat.config import Settings, resume_settings
+from nanochat.config import Notice, Settings, resume_settings
 from nanochat.core_eval import read_bundle
 from nanochat.dist import (
     PER_MACHINE,
@@ -72,6 +72,7 @@ from nanochat.dist import (
 )
 from nanochat.files import OWN_TOKENIZER, data_at, default_data_path, list_files, paths_in
 from nanochat.fork import (
+    LENGTH,
     Parent,
     branch_off,
     continue_cursors,
@@ -100,7 +101,7 @@ from nanochat.run_order import order_of, stream_config
 from nanochat.run_settings import build_model as build_model  # forks import it from here
 from nanochat.run_settings import derive, device_memory, how_to_extend, resolve
 from nanochat.run_settings import estimate_memory as estimate_memory
-from nanochat.schedule import HORIZON, Horizon, HorizonSettings
+from nanochat.schedule import Horizon, HorizonSettings
 from nanochat.sources import RunData, check_files, open_data, warn_of_arrivals
 from nanochat.steps import Progress
 from nanochat.stream import open_stream
@@ -129,7 +130,7 @@ class Start:
     parent: Parent | None
     # where the data continues, None for the beginning of the data
     cursors: list[dict[str, Any]] | None
-    notices: Mapping[str, str]  # {changed setting: effect of the change}
+    notices: Mapping[str, Notice]  # {changed setting: what to say of it}
     manifests: Manifests  # the files of a new run with --order=lanes, else {}
     # newest event of each name; "completed" only if the last launch logged it
     events: dict[str, dict[str, Any]]
@@ -352,7 +353,7 @@ def _inspect(run_dir: Path, settings: Settings, device: torch.device) -> Start:
     if settings.core_metric_every > 0:  # a missing bundle is an error now, not hours later
         read_bundle(max_per_task=settings.core_metric_max_per_task)
     config = dict[str, Any]()
-    notices = dict[str, str]()
+    notices = dict[str, Notice]()
     if exists and not scratch:
         config = read_config(run_dir)
         settings = keep_length(settings, config_at(run_dir, math.inf))
@@ -377,7 +378,7 @@ def _inspect(run_dir: Path, settings: Settings, device: torch.device) -> Start:
     )
     if config.get("derived", {}).get("num_iterations") == horizon.num_iterations:
         # such as --num-iterations with the length that a curriculum has
-        notices = {change: effect for change, effect in notices.items() if effect != HORIZON}
+        notices = {name: notice for name, notice in notices.items() if name not in LENGTH}
     if parent is not None:
         settings = note_length(settings, parent, horizon.num_iterations)
         checkpoint = first_checkpoint(parent, settings, model_config)

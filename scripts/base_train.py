@@ -155,7 +155,8 @@ def report_over(start: Start, over: Over) -> int:
     """Say that a run has ended, and why the command does nothing. Returns the exit code."""
     print0(over.sentence)
     if start.notices:
-        print0(f"warning: ignored settings: {'; '.join(start.notices)}")
+        changes = "; ".join(notice.change for notice in start.notices.values())
+        print0(f"warning: ignored settings: {changes}")
     return over.exit_code
 
 

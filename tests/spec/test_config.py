@@ -162,7 +162,7 @@ def test_each_setting_alone_is_allowed_or_refused_as_promised(kind, name):
         assert settings == replace(command, val_path=run["val_path"]) and not notices
     else:
         settings, notices = resume_settings(run, command, run_dir=RUN_DIR)
-        assert settings == command and [*notices.values()] == [rule["note"]]
+        assert settings == command and [n.effect for n in notices.values()] == [rule["note"]]
 
 
 def test_a_refusal_lists_the_differences_and_the_remedies(tmp_path):
@@ -205,7 +205,7 @@ def test_automatic_settings_keep_the_values_of_the_run():
     assert resume_settings(RUN.to_json(), RUN, run_dir=RUN_DIR) == (RUN, {})
     settings, notices = resume_settings(RUN.to_json(), command, run_dir=RUN_DIR)
     assert settings == replace(RUN, num_iterations=-1), "-1 means off for --num-iterations"
-    assert [n.split(":")[0] for n in notices] == ["--num-iterations"]
+    assert [n.change.split(":")[0] for n in notices.values()] == ["--num-iterations"]
 
 
 def test_a_setting_that_the_run_lacks_has_its_default_and_an_unknown_one_is_refused():

@@ -195,9 +195,9 @@ class Parser(argparse.ArgumentParser):
         ]
         for word in given:
             refuse_secrets(word)
-        words = given
+        named = given
         if self._subparsers is None:
-            given = self._with_file(given)
+            given, named = self._with_file(given)
             for word in given:
                 if re.match("--.", word):
                     self.known(word.partition("=")[0])
@@ -205,7 +205,7 @@ class Parser(argparse.ArgumentParser):
         if "config" in parsed:
             del parsed.config
         if self.inherits is not None:
-            parsed.named = self._named(words)
+            parsed.named = self._names_in(named)
         at = given.index("--data-path") + 1 if "--data-path" in given else len(given)
         paths = [*takewhile(lambda word: not word.startswith("-"), given[at:])]
         if rest and rest[0] in paths[1:]:
@@ -222,9 +222,12 @@ class Parser(argparse.ArgumentParser):
             )
         return parsed, rest
 
-    def _with_file(self, given: list[str]) -> list[str]:
-        """Command-line arguments, preceded by those of their --config file, if they name one."""
+    def _with_file(self, given: list[str]) -> tuple[list[str], list[str]]:
+        """(command-line arguments, preceded by what they inherit and those of their --config file; the
+        ones of them that name a setting). What is inherited names none, nor does a run's config.json,
+        which has all settings."""
         path = value_of(given, "--config")
+        named = given
         inherited: dict[str, Any] = {}
         values: dict[str, Any] = {}
         if self.inherits is not None:
@@ -232,12 +235,16 @@ class Parser(argparse.ArgumentParser):
         if path is not None:
             self.where = f"--config={path}: "
             values = self._read_flags(path)
+            is_of_run = "derived" in values
+            if is_of_run:
+                values = self.of_run(values)
         if self.brings is not None:
             name, add = self.brings
             add(value_of(given, f"--{name}") or str(values.get(name, inherited.get(name))))
         if path is not None:
             given = [*self._words_of(values), f"--config={path}", *given]
             self.where = ""
+            named = named if is_of_run else given
         given = [*self._words_of(inherited), *given]
         # added only now, so that a file cannot name another file
         if "--config" not in self._option_string_actions:
@@ -247,10 +254,10 @@ class Parser(argparse.ArgumentParser):
                 help=f"read this command's flags from a .yaml, .toml or "
                 f".json file{self.example}; flags on the command line take precedence",
             )
-        return given
+        return given, named
 
-    def _named(self, words: Sequence[str]) -> list[str]:
-        """The names of the settings that the user's own words set."""
+    def _names_in(self, words: Sequence[str]) -> list[str]:
+        """The names of the settings that command-line arguments set."""
         flags = [word.partition("=")[0] for word in words]
         actions = [self._option_string_actions.get(flag) for flag in flags]
         return sorted({action.dest for action in actions if action is not None})
@@ -274,7 +281,7 @@ class Parser(argparse.ArgumentParser):
             self.error(
                 f"got {str(values)[:50]!r}, expected a mapping from flags to values, such as depth: 12"
             )
-        return self.of_run(values) if "derived" in values else values
+        return values
 
     def _words_of(self, values: Mapping[str, Any]) -> list[str]:
         """The flags of a file as command-line arguments. A null value counts as absent. Exits with

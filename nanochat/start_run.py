@@ -30,7 +30,7 @@ import contextlib
 import dataclasses
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -315,10 +315,10 @@ def find_tokenizer(settings: Settings, data_path: str) -> Tokenizer:
 # ---- the existing run ----------------------------------------------------------------------------
 
 
-def inspect_run(settings: Settings, device: torch.device) -> Start:
+def inspect_run(settings: Settings, device: torch.device, named: Collection[str] = ()) -> Start:
     """Collective. Find out how a command's run starts or resumes, without changing anything.
-    ValueError if a fixed setting changed, if a run exists and --resume=scratch lacks --force, or if
-    another launch trains the run."""
+    `named`: the settings that the command names. ValueError if a fixed setting changed, if a run
+    exists and --resume=scratch lacks --force, or if another launch trains the run."""
     run_dir = run_path(settings.tag)
     # every node has its own command line, tokenizer and PyTorch
     shared = {name: value for name, value in versions(device).items() if name not in PER_MACHINE}
@@ -338,10 +338,12 @@ def inspect_run(settings: Settings, device: torch.device) -> Start:
             )
 
     on_all_ranks(check_shared)
-    return on_rank0(lambda: _inspect(run_dir, settings, device))
+    return on_rank0(lambda: _inspect(run_dir, settings, device, named))
 
 
-def _inspect(run_dir: Path, settings: Settings, device: torch.device) -> Start:
+def _inspect(
+    run_dir: Path, settings: Settings, device: torch.device, named: Collection[str]
+) -> Start:
     """Rank 0's part of `inspect_run`."""
     exists = is_run_dir(run_dir)
     scratch = settings.resume == "scratch"
@@ -356,7 +358,7 @@ def _inspect(run_dir: Path, settings: Settings, device: torch.device) -> Start:
     notices = dict[str, Notice]()
     if exists and not scratch:
         config = read_config(run_dir)
-        settings = keep_length(settings, config_at(run_dir, math.inf))
+        settings = keep_length(settings, config_at(run_dir, math.inf), named)
         settings, notices = resume_settings(config, settings, run_dir=run_dir)
     checkpoint = None if scratch else _own_checkpoint(run_dir, settings.resume)
     origin = parent = None
@@ -404,11 +406,12 @@ def _inspect(run_dir: Path, settings: Settings, device: torch.device) -> Start:
     )
 
 
-def keep_length(settings: Settings, newest: Mapping[str, Any]) -> Settings:
+def keep_length(settings: Settings, newest: Mapping[str, Any], named: Collection[str]) -> Settings:
     """The settings with the length that the newest launch of the run had, if the command names
-    none: a rerun must not train a short run on to the default length."""
+    none: a rerun must not train a short run on to the default length, nor to that of its first
+    launch, which its config.json has."""
     lengths = {f.name: f.default for f in fields(HorizonSettings)}
-    if any(getattr(settings, name) != default for name, default in lengths.items()):
+    if any(name in named for name in lengths):
         return settings
     return replace(settings, **{name: newest.get(name, lengths[name]) for name in lengths})
 

@@ -99,10 +99,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Start or resume a run. Returns the exit code (docs/reference.md). ValueError and OSError for
     bad input."""
     words = sys.argv[1:] if argv is None else argv
-    given = from_flags(parse_args(argv))
+    args = parse_args(argv)
+    given = from_flags(args)
     setup_logging()
     with lasting_output(), Guard(given) as guard:
-        start, tokenizer = look(given, guard)
+        start, tokenizer = look(given, args.named, guard)
         over = start.over()
         if over is not None:
             on_rank0(guard.mirror.finish)
@@ -129,26 +130,27 @@ def check_fork(settings: Settings, device: torch.device) -> None:
     resolve(branch_off(settings, parent), dtype, room)
 
 
-def look(given: Settings, guard: Guard) -> tuple[Start, Tokenizer]:
-    """Collective. How the command's run starts or resumes, and its tokenizer. Writes nothing into
-    the run but what its mirror has; text may be prepared."""
+def look(given: Settings, named: Sequence[str], guard: Guard) -> tuple[Start, Tokenizer]:
+    """Collective. How the command's run starts or resumes, and its tokenizer. `named`: the settings
+    that the command names. Writes nothing into the run but what its mirror has; text may be
+    prepared."""
     on_rank0(guard.mirror.fetch)
     settings, tokenizer = on_all_ranks(lambda: command(given, guard.world_size, guard.device.type))
-    named = given.resume
-    if named in ("auto", "scratch"):
-        begins = named == "scratch" or not list_checkpoints(guard.run_dir)
-        named = (given.fork_from or given.init_from or "") if begins else ""
+    source = given.resume
+    if source in ("auto", "scratch"):
+        begins = source == "scratch" or not list_checkpoints(guard.run_dir)
+        source = (given.fork_from or given.init_from or "") if begins else ""
 
     def replay_if_unsaved() -> None:
-        if named == given.fork_from and not is_run_dir(guard.run_dir):
+        if source == given.fork_from and not is_run_dir(guard.run_dir):
             check_fork(settings, guard.device)
-        if unsaved_step(named) is not None:
-            is_moved = has_moved(find_run_at(named)[0])
-            make_available(named, data_path=given.data_path if is_moved else None)
+        if unsaved_step(source) is not None:
+            is_moved = has_moved(find_run_at(source)[0])
+            make_available(source, data_path=given.data_path if is_moved else None)
 
     on_rank0(replay_if_unsaved)
     print0("start: reading the run directory and the data files")
-    return inspect_run(settings, guard.device), tokenizer
+    return inspect_run(settings, guard.device, named), tokenizer
 
 
 def report_over(start: Start, over: Over) -> int:

@@ -108,7 +108,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     device = torch.device(settings.device_type or autodetect_device_type())
     settings, tokenizer = command(settings, args.world_size, device.type)
     ok(f"tokenizer {tokenizer.fingerprint}, {tokenizer.get_vocab_size():,} tokens")
-    start, refused = inspect(settings, device)
+    start, refused = inspect(settings, device, args.named)
     model, num_steps = build_model(start.settings), start.horizon.num_iterations
     ok(
         f"configuration: {num_steps:,} steps of {start.settings.total_batch_size:,} tokens, "
@@ -142,12 +142,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0 if is_good and not refused else EXIT_FAILED
 
 
-def inspect(settings: Settings, device: torch.device) -> tuple[Start, bool]:
+def inspect(settings: Settings, device: torch.device, named: Sequence[str]) -> tuple[Start, bool]:
     """(how the run starts, whether it is refused). Of a refused run, the start of a new one with
-    the same settings."""
+    the same settings. `named`: the settings that the command names."""
     try:
         check_free(run_path(settings.tag))
-        return inspect_run(settings, device), False
+        return inspect_run(settings, device, named), False
     except ValueError as e:
         other = replace(settings, model_tag=f"{settings.tag}-{os.getpid()}", resume="auto")
         start = inspect_run(other, device)

@@ -1,5 +1,6 @@
 """A fork continues another run, and differs from it in nothing but what its command line changes."""
 
+import re
 import shutil
 from functools import partial
 from pathlib import Path
@@ -32,6 +33,11 @@ def workplace(finished, tmp_path):
 def fork(tag="child", step=AT, parent="parent", run=training.succeed, **changed):
     """Run a fork whose command line names nothing but what it changes."""
     words = {"fork_from": f"{parent}@{step}", "model_tag": tag, **changed}
+    return bare(run, **words)
+
+
+def bare(run=training.succeed, **words):
+    """A command line of nothing but these flags."""
     with mock.patch.object(training, "flags", lambda **named: as_flags(named)):
         return run(**words)
 
@@ -171,6 +177,41 @@ def test_a_command_without_a_length_keeps_that_of_the_run():
     assert f"/{STEPS + 2:05}" in training.succeed(model_tag="parent", num_iterations=None).out
 
 
+def lengthen(tag, run):
+    """Train a run on by four steps, and remove its last checkpoint."""
+    run(num_iterations=STEPS + 4)
+    shutil.rmtree(training.run_dir(tag) / "checkpoints" / "final")
+
+
+def test_a_run_that_was_lengthened_resumes_with_its_own_config_json():
+    """Regression: that has the first length, so the run seemed to have taken too many steps."""
+    lengthen("parent", partial(training.succeed, model_tag="parent"))
+    own = training.run_dir("parent") / "config.json"
+    assert f"/{STEPS + 4:05}" in bare(config=own).out
+
+
+def test_a_fork_keeps_the_length_that_a_later_launch_of_it_named():
+    """Regression: a command without a length had the one with which the fork began."""
+    fork()
+    lengthen("child", fork)
+    assert f"/{STEPS + 4:05}" in fork().out
+
+
+def test_a_file_of_flags_names_a_length(workplace):
+    file = workplace / "flags.yaml"
+    file.write_text(f"num-iterations: {STEPS + 1}")
+    flags = {"model_tag": "parent", "num_iterations": None, "config": file}
+    assert f"/{STEPS + 1:05}" in training.succeed(**flags).out
+
+
+def test_a_length_that_is_named_counts_even_if_it_is_the_default():
+    """Regression: whether a command named a length was guessed from its value."""
+    flags = {"model_tag": "parent", "num_iterations": None, "target_param_data_ratio": 12}
+    outcome = command(validate.main, *training.flags(**flags))
+    [steps] = re.findall(r"configuration: ([\d,]+) steps", outcome.out)
+    assert int(steps.replace(",", "")) > 10 * STEPS
+
+
 # ---- what a step computes ------------------------------------------------------------------------
 
 
@@ -306,6 +347,15 @@ def test_files_that_arrived_join_only_if_the_data_is_named(workplace):
         for document in row["documents"]
     }
     assert "shard_0_new.parquet" in files
+
+
+def test_a_file_of_flags_names_the_data_of_a_fork(workplace):
+    """Regression: its data path was ignored without a word."""
+    training.write_shard(workplace / "data" / "shard_0_new.parquet", training.texts(96, seed=9))
+    file = workplace / "flags.yaml"
+    file.write_text(f"data-path: {workplace / 'data'}")
+    fork(config=file)
+    assert files_of("child") == [*files_of("parent"), "shard_0_new.parquet"]
 
 
 def test_a_fork_from_another_folder_reads_where_its_parent_does(workplace, monkeypatch):

@@ -248,6 +248,11 @@ def uses_of(item: FoundItem) -> list[ItemUse]:
     return by_step(use for document in item["documents"] for use in document["uses"])
 
 
+def is_in_data(item: FoundItem) -> bool:
+    """Whether a training document has words of an item."""
+    return any(document["split"] == TRAIN for document in item["documents"])
+
+
 def share_in_training(item: FoundItem) -> float:
     """The share of an item's n-grams that are in one training document, the one with most of it."""
     of_training = [found["shared"] for found in item["documents"] if found["split"] == TRAIN]
@@ -362,7 +367,7 @@ def count(label: str, result: TaskResult, step: int) -> Counts:
     in_data = 0
     seen = 0
     for item in result["found"]:
-        in_data += any(document["split"] == TRAIN for document in item["documents"])
+        in_data += is_in_data(item)
         seen += any(use["step"] < step for use in uses_of(item))
     num_items = result["items"]
     skipped = result["not_looked_for"]

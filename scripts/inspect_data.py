@@ -672,7 +672,7 @@ def print_groups(groups: Sequence[Sequence[Mapping[str, Any]]], *, with_text: bo
     """Print a table with a line per group of rows, which sums them up."""
     columns = ["epochs", "rows", "tokens", "loss"]
     if with_text:
-        columns.append("has_text")
+        columns.append("rows with all of the text")
     lines = []
     for uses in groups:
         epochs = sorted({use["epoch"] for use in uses})
@@ -782,7 +782,13 @@ def print_items(results: Mapping[str, seen.TaskResult]) -> None:
         documents = shown_documents(item)
         for document in documents:
             rows.append([visible(label), item["line"], *cells_of(document, item["ngrams"])])
-        hidden = [document for document in item["documents"] if document not in documents]
+        # of a training document, only others of training: validation documents are not "in the data"
+        split = documents[0]["split"]
+        hidden = [
+            document
+            for document in item["documents"]
+            if document["split"] == split and document not in documents
+        ]
         if hidden:
             trained = sum(bool(document["uses"]) for document in hidden)
             count = counted(len(hidden), "more document")
@@ -795,8 +801,13 @@ def print_items(results: Mapping[str, seen.TaskResult]) -> None:
             print(line)
             if number in others:
                 print(others[number])
-    if len(found) > DOCUMENTS:
-        print(f"{DOCUMENTS} of {len(found):,} items; --json shows all")
+    hidden_items = [item for _, item in found[DOCUMENTS:]]
+    if hidden_items:
+        in_data = sum(map(seen.is_in_data, hidden_items))
+        print(
+            f"not listed: {counted(in_data, 'item')} in the data, and "
+            f"{counted(len(hidden_items) - in_data, 'item')} only in validation documents; --json shows all"
+        )
 
 
 def shown_documents(item: seen.FoundItem) -> list[seen.FoundDocument]:

@@ -173,7 +173,7 @@ def test_the_first_line_of_an_item_is_the_document_that_has_most_of_it(capsys):
         a_document("a:4", 9, (5, None)),
         a_document("b:1", 9, split="validation"),
     ]
-    first, second, _ = shown_items(capsys, item)
+    first, second = shown_items(capsys, item)
     assert first == "q 1 a:4 9 81 5 - -" and second == "q 1 a:2 1 81 3 - -"
 
 
@@ -204,6 +204,17 @@ def test_the_table_counts_the_documents_of_an_item_that_it_does_not_show(capsys)
     assert [line.split()[2] for line in lines[:4]] == ["a:8", "a:0", "a:1", "a:2"]
     assert lines[4] == "and 5 more documents (4 trained on; --json shows all)"
     assert lines[5] == "q 2 a:9 2 81 - - -"
+
+
+def test_the_table_counts_no_validation_documents_of_an_item_that_is_in_the_data(capsys):
+    """Regression: they were among the documents that were not shown, of an item and of all items."""
+    trained = [a_document(f"a:{n}", 1, (n, 2.5)) for n in range(5)]
+    of_validation = [a_document(f"b:{n}", 81, split="validation") for n in range(3)]
+    lines = shown_items(capsys, [*trained, *of_validation])
+    assert lines[4] == "and 1 more document (1 trained on; --json shows all)"
+    *_, end = shown_items(capsys, *[trained[:1]] * 22, *[of_validation[:1]] * 7)
+    wanted = "not listed: 2 items in the data, and 7 items only in validation documents"
+    assert end == f"{wanted}; --json shows all"
 
 
 def test_of_many_steps_the_first_and_the_last_are_shown(capsys):

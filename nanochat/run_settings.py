@@ -202,13 +202,12 @@ def _lanes_fed(settings: Settings, train: Mapping[str, Manifest]) -> int:
 
 def _check_budget(settings: Settings, horizon: Horizon) -> None:
     """ValueError if a curriculum is longer or shorter than the run. A fork may end before the phases
-    that it inherits do, unless its steps have another size, so that it would miss the last ones
-    unawares."""
+    that it inherits do, and prints a note then: so it may cut out a spike, or take smaller steps."""
     budget, total = settings.curriculum_end, horizon.total_tokens
     fits = abs(total - budget) <= horizon.total_batch_size
     is_allowed = settings.mix is not None and settings.mix.allow_budget_mismatch
     changes = (settings.fork or {}).get("changes")
-    is_inherited = changes is not None and not {"curriculum", "total_batch_size"} & changes.keys()
+    is_inherited = changes is not None and "curriculum" not in changes
     if fits or is_allowed or (is_inherited and ends_early(settings, horizon)):
         return
     begin = settings.curriculum_begin

@@ -219,7 +219,7 @@ def _notes(start: Start, layout: StepLayout, device: torch.device) -> Iterator[s
     ):
         yield (
             f"the run ends at token {start.horizon.total_tokens:,}, before its curriculum does "
-            f"({start.settings.curriculum_end:,})"
+            f"({start.settings.curriculum_end:,}); --num-iterations=-1 trains to its end"
         )
     are_token_files = FORMATS.get(start.settings.data_format) == (".bin",)
     if are_token_files and not is_remote(start.settings.data_path or ""):

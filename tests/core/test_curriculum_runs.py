@@ -340,8 +340,17 @@ def test_a_fork_may_end_within_the_phases_that_it_inherits():
     assert max(steps("of-cut")) == 5, "so may a fork of this fork"
     late = {**cut, "model_tag": "late", "num_iterations": 11}
     refuse(mix, f"end at {8 * STEP:,}, but the run trains on {11 * STEP:,}", **late)
-    half = {**cut, "model_tag": "half", "num_iterations": 8, "total_batch_size": STEP // 2}
-    refuse(mix, f"end at {8 * STEP:,}, but the run trains on {5 * STEP:,}", **half)
+
+
+def test_a_fork_with_smaller_steps_may_end_within_the_phases_that_it_inherits():
+    """Regression: it was refused, and one that only ended sooner was not."""
+    mix = mix_file([(2, {"web": 1}), (6, {"code": 1})])
+    succeed(mix, num_iterations=8, save_every=2)
+    half = {"fork_from": "run@2", "model_tag": "half", "total_batch_size": STEP // 2}
+    out = succeed(mix, num_iterations=8, **half).out
+    assert f"ends at token {5 * STEP:,}, before its curriculum does ({8 * STEP:,})" in out
+    succeed(mix, num_iterations=-1, **half)
+    assert max(steps("half")) == 13, "it was extended to the end of its curriculum"
 
 
 def test_a_run_with_a_longer_last_phase_is_replayed_from_its_receipt(monkeypatch):

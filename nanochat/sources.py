@@ -390,10 +390,18 @@ def check_files(
     strict: bool = False,
 ) -> Manifests:
     """Compare a run's manifests with the files on this machine (below other folders, if given), and
-    return them with the paths in use. Text is prepared again if it is not prepared on this machine.
+    return them with the paths in use. Validation files that were pinned below the same folder as the
+    training files also follow them to `folder`; others, which a fork of a run with other data keeps,
+    stay where they are. Text is prepared again if it is not prepared on this machine.
     FileNotFoundError or ValueError names the first file that is gone, has changed or, if `strict`,
     has a broken line."""
-    folders = {"train": folder, "val": val_folder or folder}
+    roots = {
+        split: {manifest["root"] for manifest in buckets.values()}
+        for split, buckets in manifests.items()
+    }
+    if val_folder is None and roots.get("train") == roots.get("val"):
+        val_folder = folder
+    folders = {"train": folder, "val": val_folder}
     moved: Manifests = {}
     for split, buckets in manifests.items():
         moved[split] = {

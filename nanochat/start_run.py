@@ -511,8 +511,8 @@ def describe_origin(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 class Folders(NamedTuple):
-    """The folders of a run's files; None: where they are pinned, or for validation, the folder of
-    training."""
+    """The folders of a run's files, for `check_files`. None: where they are pinned; for validation
+    files that were pinned with the training files, where those are now."""
 
     train: AnyPath | None
     val: AnyPath | None
@@ -539,6 +539,7 @@ def find_folders(run_dir: Path, data_path: str | None, val_path: str | None = No
         if place is not None:
             folders[split] = data_at(os.path.expanduser(place)).folder
         elif recorded is not None and len(roots) == 1:
+            # validation files that a path of their own names stay, even if the training files moved
             folders[split] = as_path(*roots)
     return Folders(**folders)
 

@@ -14,7 +14,7 @@ from nanochat.run_dir import cursor_files, read_config
 from nanochat.run_reader import RunReader, unbalanced
 from nanochat.text_kinds import warn_once
 from nanochat.tokenizer import RustBPETokenizer
-from scripts import validate
+from scripts import inspect_data, validate
 from tests import training
 from tests.finished import RUN, STEPS, command, copy
 from tests.training import as_bytes, as_flags, die_after_step, digests, losses
@@ -434,6 +434,18 @@ def test_other_data_begins_anew_and_validation_may_change_with_it(workplace):
     feeds = [cursor["buckets"] for cursor in ours.nearest_cursors(AT)[1]]
     assert all(feed["documents"] == 0 for of_lane in feeds for feed in of_lane.values())
     assert losses("child") != losses("parent")[AT:]
+
+
+def test_a_fork_that_reads_other_data_and_keeps_its_validation_is_resumed_and_read(workplace):
+    """Regression: the validation files were looked for below the folder of the other data."""
+    for number in range(2):
+        path = workplace / "other" / f"part_{number}.parquet"
+        training.write_shard(path, training.texts(96, seed=20 + number))
+    fork(data_path=workplace / "other")
+    shutil.rmtree(training.run_dir("child") / "checkpoints" / "final")
+    assert "completed: " in fork(data_path=workplace / "other").out
+    outcome = command(inspect_data.main, "rows", "child", f"--step={AT}")
+    assert outcome.code == 0 and "part_" in outcome.out, outcome.err
 
 
 # ---- what is refused -----------------------------------------------------------------------------

@@ -369,17 +369,33 @@ class Mixer:
         places = permutation(BLOCK, self.seed, "mix", phase, lane, block).tolist()
         return [line[place] for place in places]
 
-    def counts(self, phase: int, rows: int) -> Counter[str]:
-        """How many of the first `rows` rows that each lane takes of a phase are of each bucket, in
-        all lanes together, while no bucket is dry. Within a few rows after COUNTED blocks."""
-        num_blocks, rest = divmod(rows, BLOCK)
-        counts = Counter[str]()
-        by_weight = max(0, num_blocks - COUNTED) * BLOCK * self.V  # rows of the blocks before these
+    def counts(self, phase: int, rows: range) -> Counter[str]:
+        """How many of these rows of a phase, the same of each lane, are of each bucket, in all lanes
+        together, while no bucket is dry. Within a few rows if they have more than COUNTED blocks."""
+        if not rows:
+            return Counter()
+        blocks = range(-(-rows.start // BLOCK), rows.stop // BLOCK)  # those with all of their rows
+        counts = self._count_blocks(phase, blocks)
+
+        # the blocks at both ends: these rows may be any of them
+        for block in {rows[0] // BLOCK, rows[-1] // BLOCK}:
+            if block in blocks:
+                continue
+            first = block * BLOCK
+            here = slice(max(0, rows.start - first), rows.stop - first)
+            for lane in range(self.V):
+                counts.update(filter(None, self._draw(phase, lane, block, frozenset())[here]))
+        return counts
+
+    def _count_blocks(self, phase: int, blocks: range) -> Counter[str]:
+        """The counts of whole blocks of a phase: of all but the last COUNTED ones, by weight."""
+        counted = np.array(blocks[-COUNTED:], np.uint64)
+        by_weight = (len(blocks) - len(counted)) * BLOCK * self.V  # rows
 
         # as in `_draw`, but with all u at once: a bucket ends one row later if u is at least `late`
-        blocks = np.arange(max(0, num_blocks - COUNTED), num_blocks, dtype=np.uint64)
         lanes = np.arange(self.V, dtype=np.uint64)
-        u = blocks[:, None] * np.uint64(GOLDEN) + lanes * np.uint64(SQRT2)  # modulo 2^64
+        u = counted[:, None] * np.uint64(GOLDEN) + lanes * np.uint64(SQRT2)  # modulo 2^64
+        counts = Counter[str]()
         total = sum(self._shares[phase].values())
         up_to = before = 0
         for bucket, n in self._shares[phase].items():
@@ -391,8 +407,4 @@ class Mixer:
                 placed += int((u >= np.uint64(late)).sum())
             counts[bucket] = placed - before
             before = placed
-
-        # the rows of the last block, which may be any of it
-        for lane in range(self.V if rest else 0):
-            counts.update(filter(None, self._draw(phase, lane, num_blocks, frozenset())[:rest]))
         return counts

@@ -688,8 +688,7 @@ def _phases(
     phases: list[PhasePlan] = []
     for phase, (start, end) in enumerate(zip(starts, ends)):
         begin, end = np.clip([start, end], first, stop).tolist()
-        rows = mixer.counts(phase, max(0, end - start))
-        rows.subtract(mixer.counts(phase, max(0, begin - start)))
+        rows = mixer.counts(phase, range(begin - start, end - start))
         asked = {bucket: rows[bucket] * config.T for bucket in buckets}
         tokens = (end - begin) * config.V * config.T
         phases.append({"first_step": (begin - first) // n, "tokens": tokens, "asked": asked})

@@ -283,11 +283,14 @@ class Sample:
     def draw(self, group: int, rows: np.ndarray) -> list[int]:
         """A length for each of some documents of a group, the same at each call."""
         lengths = self.of_group.get(group)
+        num_known = 0
         if lengths is None:
             lengths = _scaled(self.ratios, self.means[group])
-        is_known = rows < len(self.of_group.get(group, ()))
+        else:
+            num_known = len(lengths)
+        # any document of the sample stands for one that is not in it
         drawn = (rows * 7919 + group * 104729) % len(lengths)
-        return lengths[np.where(is_known, rows, drawn)].tolist()
+        return lengths[np.where(rows < num_known, rows, drawn)].tolist()
 
     def total(self, values: np.ndarray) -> float:
         """The sum of a value over all documents of the source, from (n,) values; an estimate unless
@@ -317,17 +320,18 @@ class Sampled(NamedTuple):
 
 def _sample_group(source: Source, group: int) -> Sampled:
     """Measure up to SAMPLE_DOCUMENTS documents."""
+    is_text = source.is_sized_by_text(group)
     lengths: list[int] = []
     repeated: list[int] = []
     expected: list[int] = []
     for document in _documents(source, group, min(SAMPLE_DOCUMENTS, int(source.groups[group]))):
         lengths.append(len(document.ids))
         repeated.append(document.context)
-        if source.lengths_known:  # the manifest knows tokens
-            expected.append(len(document.ids))
-        else:
+        if is_text:
             text = source.tokenizer.decode(document.ids[1:].tolist())
             expected.append(text_tokens(len(text.encode()), 1))
+        else:  # the manifest knows tokens
+            expected.append(len(document.ids))
     return Sampled(np.array(lengths), np.array(repeated), float(np.mean(expected)))
 
 

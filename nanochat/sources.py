@@ -167,6 +167,11 @@ class Source:
         start)."""
         raise NotImplementedError
 
+    def is_sized_by_text(self, group: int) -> bool:
+        """Whether the manifest does not know how many tokens a group has, but estimates it by the
+        size of its text."""
+        return not self.lengths_known
+
     def texts(self, group: int) -> Iterator[str]:
         """The texts of all documents of a group. Stored tokens are decoded."""
         for document in self.read(group, np.arange(self.groups[group])):

@@ -121,6 +121,12 @@ class TokenSource(Source):
             documents += map(Document, ids, contexts)
         return [documents[position] for position in positions]
 
+    def is_sized_by_text(self, group: int) -> bool:
+        """See `Source.is_sized_by_text`: of shards made from whole documents, so that a run reads them
+        in the order of the text."""
+        file, _ = self.file_of(group)
+        return "text_bytes" in (self._pair(file).record or {})
+
     def lengths(self, group: int, rows: np.ndarray) -> tuple[list[int], list[int]]:
         """See `Source.lengths`. Reads no ids unless the index does not show where documents end."""
         pair, runs, positions = self._runs(group, rows)

@@ -10,8 +10,10 @@ import pytest
 
 from nanochat import plan as plan_module
 from nanochat.common import read_json
-from nanochat.plan import Plan
+from nanochat.plan import Plan, Sample
 from nanochat.run_dir import PLAN_NAME, read_log
+from nanochat.sources import open_source, scan_files
+from nanochat.tokenizer import get_tokenizer
 from scripts import tok_shards, validate
 from tests import training
 from tests.finished import command
@@ -152,6 +154,19 @@ def test_little_text_is_planned_as_exactly_as_the_token_files_made_from_it(workp
         _, out, _ = checked(data_path=workplace / data_format, data_format=data_format)
         plans.append(out[out.index("plan: ") :].replace(str(workplace / data_format), "DATA"))
     assert "exact" in plans[0] and plans[0] == plans[1]
+
+
+def test_much_text_is_estimated_as_the_token_files_made_from_it(workplace, much_text, monkeypatch):
+    """Regression: of token files that are sized by their text, 4 bytes counted as a token."""
+    monkeypatch.setattr(plan_module, "WHOLE_TOKENS", 0)
+    monkeypatch.setattr(plan_module, "SAMPLE_DOCUMENTS", 8)
+    samples = []
+    for folder, suffix in (("text/big", "parquet"), ("shards/train/big", "bin")):
+        files = [workplace / folder / f"{number}.{suffix}" for number in range(2)]
+        source = open_source(scan_files(workplace / folder, files), get_tokenizer())
+        samples.append(Sample(source))
+    text, shards = (sample.total(sample.lengths) for sample in samples)
+    assert not samples[1].is_whole and shards == text
 
 
 def test_the_verdict_on_an_estimate_that_halts_names_the_step_and_the_ways_out(

@@ -209,3 +209,27 @@ def test_law_a_curriculum_survives_json(phases, limit, flag):
     c = curriculum(*phases, max_epochs={plain.buckets[0]: limit}, allow_bucket_exhaustion=flag)
     copy = Curriculum.from_json(json.loads(json.dumps(c.to_json())))
     assert copy == c and copy.to_json() == c.to_json() and copy.identity() == c.identity()
+
+
+similar = st.lists(
+    st.tuples(
+        st.integers(1, 2),
+        st.dictionaries(st.sampled_from(NAMES[:2]), st.sampled_from([0, 1, 2, 2.0]), min_size=1),
+    ).filter(lambda phase: any(phase[1].values())),
+    min_size=1,
+    max_size=3,
+)
+limits = st.dictionaries(st.sampled_from(NAMES[:2]), st.integers(0, 2))
+
+
+@given(similar, similar, limits, limits)
+@settings(max_examples=examples(1))
+def test_law_curricula_differ_in_words_if_and_only_if_their_rows_may(one, other, first, second):
+    both = []
+    for phases, max_epochs in ((one, first), (other, second)):
+        mixed = curriculum(*phases).buckets
+        kept = {bucket: limit for bucket, limit in max_epochs.items() if bucket in mixed}
+        both.append(curriculum(*phases, max_epochs=kept))
+    ours, theirs = both
+    assert bool(ours.differences(theirs)) == (ours.identity() != theirs.identity())
+    assert bool(theirs.differences(ours)) == bool(ours.differences(theirs))

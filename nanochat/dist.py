@@ -488,6 +488,7 @@ def check_all_equal(settings: Mapping[str, Any]) -> None:
     theirs = on_rank0(lambda: dict(settings))
 
     def compare() -> None:
+        """ValueError names each setting of this rank that differs from rank 0's."""
         differing = [
             f"{name} is {mine!r}, on rank 0 it is {rank0!r}"
             for name, mine, rank0 in sorted(differences(settings, theirs))

@@ -142,6 +142,7 @@ class Folder:
             raise self._explained(e) from None
 
     def swap(self, name: str, content: bytes, before: Versioned | None) -> Versioned | None:
+        """See `Store.swap`: the folder's lock is held from the comparison to the end of the write."""
         path = self.path / name
         with self._lock() as _:
             now = path.read_bytes() if path.exists() else None

@@ -458,6 +458,7 @@ class Binned(BestFit):
         super().push(key, length, start, arrival)
 
     def next_row(self) -> list[Placement]:
+        """A row of entries, which may be shorter than T + 1 tokens; the rest is padding."""
         placements: list[Placement] = []
         self.row += 1
         room = self._place(next(iter(self.fillers)), self.capacity - 1, placements)

@@ -287,6 +287,7 @@ def _make(
             raise errors[0]
 
     def make(name: str) -> tuple[str, Record | None]:
+        """(name, record) of a file. An error is kept for the caller, and ends the other conversions."""
         file, place = missing[name], folder / name
         try:
             tick(0)

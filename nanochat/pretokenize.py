@@ -246,6 +246,7 @@ class ShardWriter(TokenWriter):
         self._prefixes = array("H")
 
     def add(self, ids: np.ndarray, lengths: np.ndarray, prefixes: np.ndarray) -> None:
+        """See `TokenWriter.add`; ValueError unless each entry has a prefix from 0 to MAX_PREFIX."""
         prefixes = np.asarray(prefixes)
         fits = prefixes.min(initial=0) >= 0 and prefixes.max(initial=0) <= MAX_PREFIX
         if len(lengths) != len(prefixes) or not fits:
@@ -257,6 +258,7 @@ class ShardWriter(TokenWriter):
         self._prefixes.frombytes(prefixes.astype(np.uint16).tobytes())
 
     def index(self) -> tuple[int, list[Any]]:
+        """See `TokenWriter.index`; ValueError for no entries, or 2^32 or more."""
         n = len(self.lengths)
         if not 0 < n < 1 << 32:
             raise ValueError(
@@ -293,6 +295,7 @@ class MegatronWriter(TokenWriter):
             self._boundaries.append(self._boundaries[-1] + int(count))
 
     def add(self, ids: np.ndarray, lengths: np.ndarray, prefixes: np.ndarray) -> None:
+        """See `TokenWriter.add`; ValueError if an entry repeats earlier ids."""
         if np.count_nonzero(prefixes):
             raise ValueError(
                 f"{self.bin_path}: some entries repeat earlier ids, but Megatron's format holds whole "

@@ -240,6 +240,7 @@ class Rows(Sink):
         self.rows = RowLosses(run.run_dir, num_rows=run.settings.total_batch_size // T, T=T)
 
     def step(self, report: StepReport) -> None:
+        """See `Sink.step`; a step that is repeated after a crash overwrites its record."""
         self.rows.write(report.step, report.totals.nats, report.totals.live)
 
     def sync(self) -> None:

@@ -338,6 +338,7 @@ class RunState(Sink):
             self.update(checkpoint=record["checkpoint"])
 
     def step(self, report: StepReport) -> None:
+        """Note the figures of a step in memory; the next `refresh` writes them."""
         self.update(
             status="running",
             step=report.step + 1,

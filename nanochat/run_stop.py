@@ -209,6 +209,7 @@ class StopWatch:
         self._previous_wakeup = signal.set_wakeup_fd(wakeup, warn_on_full_buffer=False)
 
         def watch() -> None:
+            """Exit at a second SIGINT at least SAME_CTRL_C_S after the first: one Ctrl-C may arrive twice."""
             first_s = None
             with os.fdopen(arrivals, "rb", buffering=0) as pipe:
                 while number := pipe.read(1):

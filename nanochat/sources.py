@@ -302,6 +302,7 @@ def _begin_manifest(folder: AnyPath, files: Sequence[AnyPath], selection: Select
     field = selection.text_field
 
     def begin(path: AnyPath) -> Pin:
+        """The pin of a file, or an entry without one if the file is to be prepared first."""
         name = path.relative_to(folder).as_posix()
         kind = text_suffix(name)
         if kind and (kind != ".parquet" or selection.skips_some):
@@ -513,6 +514,7 @@ def _compare(old_manifest: Manifest, manifest: Manifest) -> list[Pin]:
     field = manifest.get("text_field", TEXT_FIELD)
 
     def compare(old: Pin) -> Pin:
+        """The present pin of a file, which is not opened if its store says that it is the same."""
         path = as_path(manifest["root"]) / old["name"]
         place = place_of(manifest, old)
         version = etag_of(place)

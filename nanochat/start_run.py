@@ -591,6 +591,7 @@ def find_data(
     manifests = start.manifests or on_rank0(pinned)
 
     def opened() -> RunData:
+        """Rank 0 has compared the files; the others do so on their own machine."""
         try:
             found = check_files(manifests) if rank > 0 else manifests
         except (OSError, ValueError) as e:

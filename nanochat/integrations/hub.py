@@ -284,6 +284,7 @@ class HubPath(RangePath):
                 yield HubPath(f"{self}/{name.removeprefix(above)}")
 
     def find(self) -> File | None:
+        """See `RangePath.find`: a path below which nothing lies may be a file, which the folder above lists."""
         place = self._place()
         if place is None or not place.inner:
             return None
@@ -296,6 +297,7 @@ class HubPath(RangePath):
         return None if file is None else file._replace(path=str(self))
 
     def beside(self) -> list[str]:
+        """See `Remote.beside`: the nearest folder above it that the commit has."""
         place = self._place()
         if place is None:
             return []

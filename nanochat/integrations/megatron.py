@@ -218,6 +218,7 @@ class Samples:
         """The three indices."""
 
         def build() -> Arrays:
+            """All three: one random state shuffles documents and samples, and documents decide where samples begin."""
             documents, samples = self.order.tables()
             begins = find_samples(
                 self.dataset.sequence_lengths,

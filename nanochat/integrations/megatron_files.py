@@ -121,6 +121,7 @@ class FileReader(Reader):
         return stat.st_size, stat.st_mtime_ns
 
     def read(self, begin: int, end: int) -> np.ndarray:
+        """See `Reader.read`; ValueError if the file was truncated or changed since it was opened."""
         elements = np.fromfile(
             self.path, self.dtype, count=end - begin, offset=begin * self.dtype.itemsize
         )

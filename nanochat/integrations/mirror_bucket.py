@@ -77,6 +77,7 @@ class Bucket:
         return read_whole(stat)
 
     def write(self, name: str, content: BinaryIO) -> None:
+        """See `Store.write`: a large file is sent in parts, at most AT_ONCE of them at a time."""
         size = content.seek(0, 2)
         part_bytes = max(PART_BYTES, math.ceil(size / MOST_PARTS))
 
@@ -89,6 +90,7 @@ class Bucket:
         self._request(name, put)
 
     def swap(self, name: str, content: bytes, before: Versioned | None) -> Versioned | None:
+        """See `Store.swap`; a write whose answer was lost counts if the object now has this content."""
         mode = "create" if before is None else before.version
 
         def put(bucket: object_storage.Bucket, key: str) -> Versioned | None:

@@ -606,6 +606,7 @@ def request(
         return answer
 
     def poll() -> None:
+        """Raise Stop if a stop was requested or the program ends; warn of a request that takes long."""
         check_stop()
         # At exit Python joins the threads of pools before it calls anything that could stop them.
         if getattr(threading, "_SHUTTING_DOWN", False):
@@ -726,6 +727,7 @@ class RemotePath(Remote):
         return self._stat() is not None
 
     def walk(self) -> Iterator["RemotePath"]:
+        """See `Remote.walk`: each folder is listed once in a launch, all objects below it together."""
         name = str(self).rstrip("/")
         if len(self.parts) == 1:  # "s3:", whose buckets are not listed
             return iter(())

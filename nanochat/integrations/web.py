@@ -393,6 +393,7 @@ class WebPath(RangePath):
         return iter(())
 
     def find(self) -> File | None:
+        """See `RangePath.find`: the server is asked once in a launch, also about a missing file."""
         path = str(self)
         with _lock:
             is_known = path in _files

@@ -45,6 +45,7 @@ from nanochat.dist import (
 )
 from nanochat.evaluations import log_core, log_ranks, log_samples, log_validation
 from nanochat.fork import branch_off, stand_in
+from nanochat.model_code import code_of
 from nanochat.reduce import LeafAccumulator
 from nanochat.run_dir import Fork, find_run_at, is_run_dir, newest_events
 from nanochat.run_guard import Guard
@@ -219,6 +220,7 @@ def open_training(run: Run, process: Process) -> Iterator[Training]:
             schedule=schedule,
             loader=loader,
             progress=progress,
+            model_code=code_of(model),
         )
 
 

@@ -632,6 +632,10 @@ def is_val_comparable(run: Run) -> bool:
 def report_completed(run: Run, progress: Progress, peak: int | None) -> None:
     """Print the last line of a run."""
     line = f"completed: {progress.tokens:,} tokens in {duration(progress.train_time_s)} of steps"
+    fork = Fork.of(run.settings.fork)
+    if fork is not None:
+        own_tokens = progress.tokens - fork.tokens
+        line += f", those of its ancestors included ({own_tokens:,} tokens of its own)"
     if progress.val_bpb is not None:
         first = f"{progress.first_val_bpb:.6f} -> " if is_val_comparable(run) else ""
         line += f"; validation bits per byte {first}{progress.val_bpb:.6f}"

@@ -311,6 +311,17 @@ def test_forks_are_below_their_parent_with_their_step_and_changes(base, capsys):
     assert "fork of          b@1,030: nothing changed\n" in capsys.readouterr().out
 
 
+def test_the_tokens_of_a_fork_are_those_of_its_ancestors_and_its_own(base, capsys):
+    fake_run(base, "a", "completed", tokens=5000)
+    as_fork(fake_run(base, "b", "completed", tokens=5000), "a", 20, tokens=2000)
+    for name, words in (
+        ("a", "5,000\n"),
+        ("b", "5,000, those of its ancestors included (3,000 of its own)\n"),
+    ):
+        status.main([name])
+        assert f"tokens           {words}" in capsys.readouterr().out
+
+
 def test_json_has_the_record_of_a_fork(base, capsys):
     (fake_run(base, "a", "completed") / "config.json").write_text('{"max_seq_len": 64}')
     fake_fork(base, "b", "a", 20, matrix_lr=[0.02, 0.01])

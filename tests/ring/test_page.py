@@ -293,6 +293,18 @@ def test_two_runs_show_the_settings_that_differ(runs, tmp_path):
     assert [run["digests"][30] for run in data["runs"]] == [f"{30:016x}", "f" * 16]
 
 
+def test_a_copy_to_the_mirror_has_a_mark_of_its_own(tmp_path):
+    """Regression: it was one of "anything else"."""
+    path = make_run(tmp_path / "run")
+    mirrored = {"event": "mirrored", "step": 40, "checkpoint": "checkpoint-20", "bytes": 9}
+    with open(path / "logs" / "train.jsonl", "a") as log:
+        log.write(json.dumps(mirrored) + "\n")
+    text, data = write([path], tmp_path / "page.html")
+    assert "mirrored" in [mark["kind"] for mark in data["runs"][0]["launches"][-1]["marks"]]
+    symbols = re.search(r"const SYMBOLS = {(.*)};", text)[1]
+    assert 'mirrored: ["triangle-right"' in symbols and "▷ copied to the mirror" in text
+
+
 def test_runs_with_different_validation_text_have_a_warning_at_the_chart(tmp_path):
     """Regression: their bits per byte were side by side like comparable ones; and the warning was far
     below the chart."""

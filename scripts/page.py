@@ -28,7 +28,6 @@ from typing import Any
 
 from nanochat.cli import Parser, run_main
 from nanochat.common import counted, duration, few, show, write_bytes
-from nanochat.config import current
 from nanochat.run_curves import (
     BPB,
     LOSS,
@@ -42,13 +41,12 @@ from nanochat.run_curves import (
     step_series,
 )
 from nanochat.run_dir import CONFIG_NAME, find_run, list_runs, run_path
-from nanochat.run_facts import sentences_about, validation_note
+from nanochat.run_facts import differing_settings, sentences_about, validation_note
 from nanochat.run_reader import (
     Launch,
     LogRecord,
     RunReader,
     Table,
-    differing_settings,
     ledger_table,
     tree_of,
 )
@@ -490,7 +488,7 @@ def make_page(runs: Sequence[Run], *, refresh: bool = False) -> str:
     if stride > 1:
         thinned = f"Of every {stride} steps, the one with the highest loss is drawn."
     header = ("setting", *(run.name for run in runs))
-    differ = table(header, differing_settings([current(run.last_config) for run in runs]))
+    differ = table(header, differing_settings(runs))
     note = validation_note(runs)
     last_steps = [run.num_steps - 1 for run in runs if run.steps]
     parts = {

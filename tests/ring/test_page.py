@@ -293,6 +293,23 @@ def test_two_runs_show_the_settings_that_differ(runs, tmp_path):
     assert [run["digests"][30] for run in data["runs"]] == [f"{30:016x}", "f" * 16]
 
 
+def test_a_length_that_is_worked_out_is_shown_as_it_is(runs, tmp_path):
+    """Regression: the page of a run whose curriculum decides its length had num_iterations -1."""
+    paths = [shutil.copytree(run, tmp_path / run.name) for run in runs]
+    config = read_json(paths[0] / "config.json")
+    config["derived"]["num_iterations"] = 50
+    phases = [{"duration_tokens": 4000, "mix": {"web": 1}}]
+    for path, words in zip(paths, ({"num_iterations": 50}, {"curriculum": {"phases": phases}})):
+        write_json(path / "config.json", {**config, "num_iterations": -1, **words})
+    text, _ = write(paths, tmp_path / "page.html")
+    differs = text[text.index("<h3>What differs</h3>") :].partition("</table>")[0]
+    assert "num_iterations" not in differs, "both have 50 steps"
+    alone, _ = write(paths[1:], tmp_path / "page.html")
+    settings = alone.partition("<h2>Settings</h2>")[2].partition("<script")[0]
+    assert re.findall(r"<td>num_iterations</td><td>(.*?)</td>", settings) == ["50"]
+    assert "<td>1 phase: 4,000 tokens of 1 web</td>" in settings
+
+
 def test_a_copy_to_the_mirror_has_a_mark_of_its_own(tmp_path):
     """Regression: it was one of "anything else"."""
     path = make_run(tmp_path / "run")

@@ -296,7 +296,7 @@ def test_forks_are_below_their_parent_with_their_step_and_changes(base, capsys):
 
     of_b = "@20: matrix_lr 0.02 -> 0.01, max_grad_norm null -> 1.0"
     mixes = "9 web + 0.5 code, then 1 " + "w" * 99
-    of_d = f"@10: curriculum null -> {mixes[:47]}..."
+    of_d = f"@10: curriculum null -> {mixes[:50]}..."
     of_e = "gone@5 (not here): nothing changed"
     assert lines() == [
         ("a", "-"),

@@ -520,7 +520,7 @@ def log_step(
     step_s: float,
     wait_s: float,
 ) -> None:
-    """Count a step, then log and print it. Add a value to `record` to log it, and to the parts of
+    """Count a step, then log and print it. Add a value to `record` to log it, and to `line` of
     `line_of` to print it."""
     progress = training.progress
     loader = training.loader
@@ -565,7 +565,7 @@ def line_of(record: Mapping[str, Any], eta_s: float) -> str:
     """What is printed about a step. `record`: its line in the log."""
     step_s = record["step_s"]
     wait_s = record["wait_s"]
-    parts = [
+    line = [
         f"loss {record['smooth_loss']:.5f}",
         f"lr x{record['lr']:.3f}",
         f"norm {record['grad_norm']:.4f}",
@@ -573,11 +573,11 @@ def line_of(record: Mapping[str, Any], eta_s: float) -> str:
         f"{record['tokens_per_s']:,.0f} tok/s",
     ]
     if record["mfu"]:
-        parts.append(f"mfu {record['mfu']:.1%}")
+        line.append(f"mfu {record['mfu']:.1%}")
     if wait_s > NOTICEABLE * step_s:
-        parts.append(f"wait {wait_s * 1000:,.0f} ms")
-    parts.append(f"{duration(eta_s)} left")
-    return " | ".join(parts)
+        line.append(f"wait {wait_s * 1000:,.0f} ms")
+    line.append(f"{duration(eta_s)} left")
+    return " | ".join(line)
 
 
 def losses_of_buckets(buckets: Sequence[str], totals: StepTotals) -> dict[str, Any]:

@@ -65,7 +65,7 @@ def fenced(text: str) -> list[str]:
     return [f"{fence}text", *map(visible, text.splitlines()), fence, ""]
 
 
-def without_folders(value: Any) -> Any:
+def without_folders(value: object) -> object:
     """A text whose paths are shortened to their last names, except those of data on the Hub; any
     other value as it is."""
     if not isinstance(value, str):

@@ -61,21 +61,18 @@ def step(i, **more):
     }
 
 
-def make_run(path, *, digest="", num=STEPS, slowest_wait_s=0.05):
-    """A run killed at step 25, resumed from step 20 on two processes and stopped. It has a hostile
-    bucket, a truncated line, an unknown value and a NaN."""
-    mix = [
-        step(
-            i,
-            **{
-                f"tokens/{EVIL}": 40 if i < 20 else 120,
-                "tokens/web": 120 if i < 20 else 40,
-                "loss/web": 3.0,
-                "unknown_value": float(i),
-            },
-        )
-        for i in range(num)
-    ]
+def log_lines(*, digest="", num=STEPS, slowest_wait_s=0.05):
+    """The log of a run that was killed at step 25, resumed from step 20 on two processes and
+    stopped. It has a hostile bucket, an unknown value and a NaN."""
+    mix = []
+    for i in range(num):
+        values = {
+            f"tokens/{EVIL}": 40 if i < 20 else 120,
+            "tokens/web": 120 if i < 20 else 40,
+            "loss/web": 3.0,
+            "unknown_value": float(i),
+        }
+        mix.append(step(i, **values))
     mix[3]["loss"] = mix[3]["smooth_loss"] = None
     mix[30]["digest"] = digest or mix[30]["digest"]
     mix[20]["wait_s"] = slowest_wait_s
@@ -83,7 +80,7 @@ def make_run(path, *, digest="", num=STEPS, slowest_wait_s=0.05):
     resumed = {**started, "step": 20, "world_size": 2, "num_iterations": 50}  # and made shorter
     saved = {"event": "saved", "step": 20, "checkpoint": "checkpoint-20", "seconds": 0.1}
     val = {"event": "val", "step": 0, "bpb": 4.25, "buckets": {"web": 4.0, EVIL: 4.5}}
-    lines = [
+    return [
         started,
         val,
         *mix[:20],
@@ -98,8 +95,12 @@ def make_run(path, *, digest="", num=STEPS, slowest_wait_s=0.05):
         {"event": "samples", "step": num, "texts": [EVIL]},
         {"event": "stopped", "step": num, "reason": EVIL},
     ]
+
+
+def make_run(path, **how):
+    """The files of a run with the log `log_lines(**how)`, of which one line is truncated."""
     (path / "logs").mkdir(parents=True)
-    text = [json.dumps(line) for line in lines]
+    text = [json.dumps(line) for line in log_lines(**how)]
     (path / "logs" / "train.jsonl").write_text(
         "\n".join([*text[:9], '{"step": 8, "lo', *text[9:]]) + "\n"
     )
@@ -115,15 +116,11 @@ def make_run(path, *, digest="", num=STEPS, slowest_wait_s=0.05):
     )
     pinned = {"root": "/", "files": [{"name": "0.parquet", "size": 1, "footer": "", "groups": [1]}]}
     write_json(path / "data_manifest.json", {"train": {}, "val": {"web": pinned, EVIL: pinned}})
-    write_json(
-        path / "plan.json",
-        {
-            "phases": [
-                {"first_step": 0, "asked": {"web": 3, EVIL: 1}},
-                {"first_step": 20, "asked": {"web": 1, EVIL: 3}},
-            ]
-        },
-    )
+    phases = [
+        {"first_step": 0, "asked": {"web": 3, EVIL: 1}},
+        {"first_step": 20, "asked": {"web": 1, EVIL: 3}},
+    ]
+    write_json(path / "plan.json", {"phases": phases})
     keep_cursors(path, 20, pack_cursors(20, cursors()))
     return path
 

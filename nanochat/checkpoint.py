@@ -486,8 +486,8 @@ class Checkpoint:
         changed = changed_code(self.trainer_state.get("model_code", {}), code_of(model))
         if changed:
             print0(
-                f"note: {', '.join(changed)} has changed since {self.path} was saved; if the model "
-                f"computes something else now, these weights are not for it"
+                f"note: since {self.path} was saved, {', '.join(changed)} changed; if the model computes "
+                f"something else now, these weights are not for it"
             )
 
     def optimizer_state(self) -> dict[str, Any]:

@@ -25,8 +25,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,6 +37,9 @@ from torch import Tensor
 THREADS = 2
 WARM_UP = 3
 TIMED = 10
+Processes = Mapping[tuple[str, str], "subprocess.Popen[str]"]  # of (project, mode)
+# the seconds of each step of (project, mode, rows): by part and clock
+Steps = dict[tuple[str, str, int], list[list[list[float]]]]
 
 
 class Size(NamedTuple):
@@ -141,6 +145,72 @@ def ask(process: "subprocess.Popen[str]", rows: int) -> list[list[float]]:
     return json.loads(answer)
 
 
+@contextmanager
+def projects(nanochat: Path, size: Size, device: str) -> Iterator[Processes]:
+    """The four processes, which end with the block."""
+    here = Path(__file__).parents[1]
+    with ExitStack() as stack:
+        work = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="bench_step.")))
+        # so that nothing else of ours can be imported beside nanochat
+        (work / "dev").symlink_to(here / "dev")
+        paths = {"ours": [here], "nanochat": [nanochat, work]}
+        processes = {}
+        for project, mode in product(paths, ("eager", "compiled")):
+            serve_flag = f"--serve={project},{mode},{device}"
+            process = subprocess.Popen(
+                [sys.executable, "-m", "dev.bench_step", serve_flag],
+                cwd=paths[project][-1],
+                env={
+                    **os.environ,
+                    "NANOCHAT_DTYPE": str(size.dtype).removeprefix("torch."),
+                    "OMP_NUM_THREADS": str(THREADS),
+                    "PYTHONPATH": os.pathsep.join(map(str, paths[project])),
+                },
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+            processes[project, mode] = stack.enter_context(process)
+            stack.callback(process.kill)
+        yield processes
+
+
+def take_turns(processes: Processes, size: Size) -> Steps:
+    """Have the processes take steps of each size in turns. Each round begins with a different
+    one."""
+    steps: Steps = {(*key, rows): [] for key in processes for rows in size.rows}
+    turns = list(steps)
+    for i in range(WARM_UP + TIMED):
+        first = i % len(turns)
+        for project, mode, rows in turns[first:] + turns[:first]:
+            seconds = ask(processes[project, mode], rows)
+            steps[project, mode, rows].append(seconds)
+    return steps
+
+
+def print_times(steps: Steps, size: Size) -> dict[str, dict[str, float]]:
+    """Print the table, and return its lines."""
+    print(f"{'':30}{'ours':>8}{'nanochat':>10}{'ratio':>8}   of processor time")
+    lines = {}
+    for name, (our_mode, their_mode) in modes(size).items():
+        for rows in size.rows:
+            both = [steps["ours", our_mode, rows], steps["nanochat", their_mode, rows]]
+            parts = torch.tensor(both)[:, WARM_UP:]  # seconds (project, step, part, clock)
+            seconds = torch.cat([parts, parts.sum(dim=2, keepdim=True)], dim=2)
+            for i, part in enumerate(("model", "optimizer", "step")):
+                ours_ms, theirs_ms = (1000 * seconds[:, :, i, 0]).quantile(0.5, dim=1).tolist()
+                ratio, of_cpu = (seconds[0, :, i] / seconds[1, :, i]).quantile(0.5, dim=0).tolist()
+                what = f"{name}, {rows} rows, {part}"
+                print(f"{what:30}{ours_ms:8.1f}{theirs_ms:10.1f}{ratio:8.3f}{of_cpu:8.3f}")
+                lines[what] = {
+                    "ours_ms": ours_ms,
+                    "nanochat_ms": theirs_ms,
+                    "ratio": ratio,
+                    "cpu_ratio": of_cpu,
+                }
+    return lines
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure and print."""
     from dev.measure import print_setup
@@ -152,7 +222,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--device", default="cpu", choices=[*SIZES], help="where both projects take their steps"
     )
     args = p.parse_args(argv)
-    nanochat, here = args.nanochat.resolve(), Path(__file__).parents[1]
+    nanochat = args.nanochat.resolve()
     if not (nanochat / "nanochat" / "gpt.py").is_file():
         raise ValueError(
             f"--nanochat: {nanochat} is not a checkout of nanochat; clone it and pass its folder"
@@ -166,63 +236,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.device == "cuda":
         about = {**about, "gpu": torch.cuda.get_device_name()}
         print(f"GPU: {about['gpu']}")
-    result: dict[str, Any] = {"about": about}
-    with ExitStack() as stack:
-        work = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="bench_step.")))
-        # so that nothing else of ours can be imported beside nanochat
-        (work / "dev").symlink_to(here / "dev")
-        served, paths = {}, {"ours": [here], "nanochat": [nanochat, work]}
-        dtype = str(size.dtype).removeprefix("torch.")
-        for project, mode in [
-            (project, mode) for project in paths for mode in ("eager", "compiled")
-        ]:
-            command = [
-                sys.executable,
-                "-m",
-                "dev.bench_step",
-                f"--serve={project},{mode},{args.device}",
-            ]
-            env = {
-                **os.environ,
-                "NANOCHAT_DTYPE": dtype,
-                "OMP_NUM_THREADS": str(THREADS),
-                "PYTHONPATH": os.pathsep.join(map(str, paths[project])),
-            }
-            served[project, mode] = process = stack.enter_context(
-                subprocess.Popen(
-                    command,
-                    cwd=paths[project][-1],
-                    env=env,
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    text=True,
-                )
-            )
-            stack.callback(process.kill)
-        steps: dict[Any, list[Any]] = {(*key, rows): [] for key in served for rows in size.rows}
-        for i in range(WARM_UP + TIMED):
-            for project, mode, rows in [*steps][i % len(steps) :] + [*steps][: i % len(steps)]:
-                steps[project, mode, rows].append(ask(served[project, mode], rows))
-    print(f"{'':30}{'ours':>8}{'nanochat':>10}{'ratio':>8}   of processor time")
-    for name, (our_mode, their_mode) in modes(size).items():
-        for rows in size.rows:
-            # (project, step, part, clock)
-            seconds = torch.tensor(
-                [steps["ours", our_mode, rows], steps["nanochat", their_mode, rows]]
-            )[:, WARM_UP:]
-            seconds = torch.cat([seconds, seconds.sum(dim=2, keepdim=True)], dim=2)
-            for i, part in enumerate(("model", "optimizer", "step")):
-                ours_ms, theirs_ms = (1000 * seconds[:, :, i, 0]).quantile(0.5, dim=1).tolist()
-                ratio, of_cpu = (seconds[0, :, i] / seconds[1, :, i]).quantile(0.5, dim=0).tolist()
-                what = f"{name}, {rows} rows, {part}"
-                print(f"{what:30}{ours_ms:8.1f}{theirs_ms:10.1f}{ratio:8.3f}{of_cpu:8.3f}")
-                result[what] = {
-                    "ours_ms": ours_ms,
-                    "nanochat_ms": theirs_ms,
-                    "ratio": ratio,
-                    "cpu_ratio": of_cpu,
-                }
-    print(json.dumps(result))
+    with projects(nanochat, size, args.device) as processes:
+        steps = take_turns(processes, size)
+    print(json.dumps({"about": about, **print_times(steps, size)}))
     return 0
 
 

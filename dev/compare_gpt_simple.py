@@ -137,50 +137,9 @@ def write_ours(path: Path, entries: list[list[int]], prefixes: list[int], vocab_
 def compare_theirs(work: Path, check: peers.Comparison) -> None:
     """Step 2: the shards that gpt-simple wrote, and the tokenizer.json that it used."""
     from dev.measure import digests_of
-    from nanochat.tokenizer import get_tokenizer
-    from nanochat.tokens import open_tokens
-    from scripts.convert_shards import documents
-    from scripts.verify import main as verify
 
     for name in CASES:
-        path, mine = work / "there" / f"{name}.bin", work / "here" / f"{name}.bin"
-        theirs = json.loads(path.with_suffix(".json").read_text())
-        entries = theirs["entries"]
-        eod = theirs["eod"]
-        pair = open_tokens(path, vocab_size=theirs["vocab_size"])
-        check.same(
-            f"{name}: {len(entries):,} entries of {theirs['documents']:,} documents written there, read here",
-            [ids.tolist() for ids in pair.read(0, len(pair))] == entries
-            and pair.prefixes(0, len(entries)).tolist() == theirs["prefixes"],
-        )
-        check.same(
-            f"{name}: the stream reads them with BOS and without EOD",
-            [ids.tolist() for ids in pair.documents(0, len(pair), eod)]
-            == [[eod, *(e[:-1] if e[-1] == eod else e)] for e in entries],
-        )
-        check.same(
-            f"{name}: scripts.verify accepts them",
-            verify([str(path), "--vocab-size", str(theirs["vocab_size"])]) == 0,
-        )
-        write_ours(mine.with_suffix(""), entries, theirs["prefixes"], theirs["vocab_size"])
-        check.same(
-            f"{name}: the same entries, written here, have the same bytes",
-            all(
-                mine.with_suffix(e).read_bytes() == path.with_suffix(e).read_bytes()
-                for e in (".bin", ".idx")
-            ),
-        )
-        tokenizer = get_tokenizer(work / "tokenizers" / name)
-        check.same(
-            f"{name}: EOD of tokenizer.json, and its vocabulary plus the padding token that gpt-simple adds",
-            (tokenizer.get_bos_token_id(), tokenizer.get_vocab_size() + 1)
-            == (eod, theirs["vocab_size"]),
-        )
-        check.same(
-            f"{name}: its ids of the documents, tokenized here and there",
-            [ids.tolist() for ids in documents(pair, eod)]
-            == [[*ids, eod] for ids in tokenizer.encode(texts_for(name))],
-        )
+        compare_case(work, name, check)
     flag = f"--tokenizer={work / 'tokenizers' / 'whole'}"
     texts = work / "texts"
     shards = work / "there"
@@ -202,6 +161,54 @@ def compare_theirs(work: Path, check: peers.Comparison) -> None:
     check.same(
         f"whole: digests of {len(digests)} steps of runs on their shards and on the text",
         digests == text,
+    )
+
+
+def compare_case(work: Path, name: str, check: peers.Comparison) -> None:
+    """Compare the entries and the ids of a case, and write its entries to work/here."""
+    from nanochat.tokenizer import get_tokenizer
+    from nanochat.tokens import open_tokens
+    from scripts.convert_shards import documents
+    from scripts.verify import main as verify
+
+    path = work / "there" / f"{name}.bin"
+    mine = work / "here" / f"{name}.bin"
+    theirs = json.loads(path.with_suffix(".json").read_text())
+    entries = theirs["entries"]
+    eod = theirs["eod"]
+    pair = open_tokens(path, vocab_size=theirs["vocab_size"])
+    check.same(
+        f"{name}: {len(entries):,} entries of {theirs['documents']:,} documents written there, read here",
+        [ids.tolist() for ids in pair.read(0, len(pair))] == entries
+        and pair.prefixes(0, len(entries)).tolist() == theirs["prefixes"],
+    )
+    check.same(
+        f"{name}: the stream reads them with BOS and without EOD",
+        [ids.tolist() for ids in pair.documents(0, len(pair), eod)]
+        == [[eod, *(e[:-1] if e[-1] == eod else e)] for e in entries],
+    )
+    check.same(
+        f"{name}: scripts.verify accepts them",
+        verify([str(path), "--vocab-size", str(theirs["vocab_size"])]) == 0,
+    )
+    write_ours(mine.with_suffix(""), entries, theirs["prefixes"], theirs["vocab_size"])
+    check.same(
+        f"{name}: the same entries, written here, have the same bytes",
+        all(
+            mine.with_suffix(e).read_bytes() == path.with_suffix(e).read_bytes()
+            for e in (".bin", ".idx")
+        ),
+    )
+    tokenizer = get_tokenizer(work / "tokenizers" / name)
+    check.same(
+        f"{name}: EOD of tokenizer.json, and its vocabulary plus the padding token that gpt-simple adds",
+        (tokenizer.get_bos_token_id(), tokenizer.get_vocab_size() + 1)
+        == (eod, theirs["vocab_size"]),
+    )
+    check.same(
+        f"{name}: its ids of the documents, tokenized here and there",
+        [ids.tolist() for ids in documents(pair, eod)]
+        == [[*ids, eod] for ids in tokenizer.encode(texts_for(name))],
     )
 
 

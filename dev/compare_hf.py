@@ -21,8 +21,9 @@ import json
 import tempfile
 from collections.abc import Sequence
 from importlib import import_module
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -54,70 +55,83 @@ TASKS: dict[str, dict[str, Any]] = {
 
 def run_transformers(work: Path) -> None:
     """Compute logits, tokens and ids with transformers: work/requests.pt -> work/results.pt."""
-    transformers = import_module("transformers")
     requests = torch.load(work / "requests.pt")
-    rows, out = requests["rows"], requests["out"]
-    rules = {"trust_remote_code": True, "dtype": torch.float32}
-    model = transformers.AutoModelForCausalLM.from_pretrained(out, **rules).eval()
-    tokenizer = transformers.AutoTokenizer.from_pretrained(out, trust_remote_code=True)
+    rows = requests["rows"]
+    texts = requests["texts"]
+    model, tokenizer = opened(requests["out"])
     model.save_pretrained(work / "saved")
     tokenizer.save_pretrained(work / "saved")
-    reloaded = transformers.AutoModelForCausalLM.from_pretrained(work / "saved", **rules).eval()
-    reloaded_tokenizer = transformers.AutoTokenizer.from_pretrained(
-        work / "saved", trust_remote_code=True
-    )
-    padding = torch.full((len(rows), PADDING), tokenizer.pad_token_id)
-    mask = torch.cat((torch.zeros_like(padding), torch.ones_like(rows)), dim=1)
-    prompts = [rows[:1, :n] for n in peers.PROMPTS]
+    reloaded, reloaded_tokenizer = opened(work / "saved")
     model.generation_config.eos_token_id = None  # generate all of NUM_TOKENS
-    # BOS is also the padding token: without a mask, generate would take the first token for padding
-
-    def continued(
-        prompt: torch.Tensor, max_new_tokens: int = NUM_TOKENS, **how: Any
-    ) -> list[list[int]]:
-        tokens = model.generate(
-            prompt,
-            max_new_tokens=max_new_tokens,
-            do_sample=False,
-            attention_mask=torch.ones_like(prompt),
-            **how,
-        )
-        return tokens[:, prompt.size(1) :].tolist()
-
-    longest = max(peers.PROMPTS)
-    batch = torch.full((len(prompts), longest), tokenizer.pad_token_id)
-    for padded, prompt in zip(batch, prompts):
-        padded[longest - prompt.size(1) :] = prompt
-    batch_mask = torch.tensor([[0] * (longest - n) + [1] * n for n in peers.PROMPTS])
-    step = trained(model, rows, work, 4, 1, False)
-    accumulated = trained(model, rows, work, 1, 4, False)
-    checkpointed = trained(model, rows, work, 1, 4, True)
+    results = {
+        "transformers": import_module("transformers").__version__,
+        "ids": [tokenizer(text)["input_ids"] for text in texts],
+        "reloaded ids": [reloaded_tokenizer(text)["input_ids"] for text in texts],
+        "steps": (
+            trained(model, rows, work, 4, 1, False),
+            trained(model, rows, work, 1, 4, False),
+            trained(model, rows, work, 1, 4, True),
+        ),
+    }
     with torch.no_grad():
-        torch.save(
-            {
-                "steps": (step, accumulated, checkpointed),
-                "batch": model.generate(
-                    batch, attention_mask=batch_mask, max_new_tokens=NUM_TOKENS, do_sample=False
-                )[:, longest:].tolist(),
-                "logits": model(rows).logits,
-                "saved": reloaded(rows).logits,
-                "padded": model(torch.cat((padding, rows), dim=1), attention_mask=mask).logits[
-                    :, PADDING:
-                ],
-                "generated": [continued(prompt)[0] for prompt in prompts],
-                "uncached": [continued(prompt, use_cache=False)[0] for prompt in prompts],
-                "beams": [
-                    continued(prompts[0], 30, num_beams=3, use_cache=cached)
-                    for cached in (True, False)
-                ],
-                "ids": [tokenizer(text)["input_ids"] for text in requests["texts"]],
-                "reloaded ids": [
-                    reloaded_tokenizer(text)["input_ids"] for text in requests["texts"]
-                ],
-                "transformers": transformers.__version__,
-            },
-            work / "results.pt",
-        )
+        results["logits"] = model(rows).logits
+        results["saved"] = reloaded(rows).logits
+        results["padded"] = padded_logits(model, rows, tokenizer.pad_token_id)
+        prompts = [rows[:1, :n] for n in peers.PROMPTS]
+        results["generated"] = [continued(model, prompt)[0] for prompt in prompts]
+        results["uncached"] = [continued(model, prompt, use_cache=False)[0] for prompt in prompts]
+        results["batch"] = continued_batch(model, prompts, tokenizer.pad_token_id)
+        results["beams"] = [
+            continued(model, prompts[0], 30, num_beams=3, use_cache=cached)
+            for cached in (True, False)
+        ]
+    torch.save(results, work / "results.pt")
+
+
+def opened(folder: Path | str) -> tuple[Any, Any]:
+    """The (model in float32, tokenizer) of an export."""
+    transformers = import_module("transformers")
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, trust_remote_code=True, dtype=torch.float32
+    )
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
+    return model.eval(), tokenizer
+
+
+def padded_logits(model: Any, rows: torch.Tensor, pad: int) -> torch.Tensor:
+    """The logits of rows with padding on the left."""
+    padding = torch.full((len(rows), PADDING), pad)
+    mask = torch.cat((torch.zeros_like(padding), torch.ones_like(rows)), dim=1)
+    logits = model(torch.cat((padding, rows), dim=1), attention_mask=mask).logits
+    return logits[:, PADDING:]
+
+
+def continued(
+    model: Any, prompt: torch.Tensor, max_new_tokens: int = NUM_TOKENS, **how: Any
+) -> list[list[int]]:
+    """The tokens that follow a prompt."""
+    # BOS is also the padding token: without a mask, generate would take the first token for padding
+    tokens = model.generate(
+        prompt,
+        max_new_tokens=max_new_tokens,
+        do_sample=False,
+        attention_mask=torch.ones_like(prompt),
+        **how,
+    )
+    return tokens[:, prompt.size(1) :].tolist()
+
+
+def continued_batch(model: Any, prompts: Sequence[torch.Tensor], pad: int) -> list[list[int]]:
+    """The tokens that follow each prompt, in one batch with padding on the left."""
+    longest = max(prompt.size(1) for prompt in prompts)
+    batch = torch.full((len(prompts), longest), pad)
+    mask = torch.zeros_like(batch)
+    for i, prompt in enumerate(prompts):
+        start = longest - prompt.size(1)
+        batch[i, start:] = prompt
+        mask[i, start:] = 1
+    tokens = model.generate(batch, attention_mask=mask, max_new_tokens=NUM_TOKENS, do_sample=False)
+    return tokens[:, longest:].tolist()
 
 
 def trained(
@@ -185,68 +199,66 @@ def own_scores(model: Any, tokenizer: Any, questions: list[dict[str, Any]]) -> l
     return scores
 
 
-def harness_scores(python: str, out: Path, work: Path) -> tuple[dict[str, Any], Any, Any]:
-    """lm-eval's (results, log-probabilities of each item's choices, those of the right
-    continuations)."""
-    folder = work / "tasks"
+class Scores(NamedTuple):
+    """What lm-eval reports about TASKS."""
+
+    accuracy: float
+    choices: list[list[float]]  # log-probabilities of each item's choices
+    ends: list[list[float]]  # those of the right continuations
+
+
+def write_tasks(folder: Path) -> None:
+    """Write TASKS and their items for lm-eval."""
     folder.mkdir()
-    for name, fields in TASKS.items():  # JSON is YAML
-        (folder / f"{name}.yaml").write_text(
-            json.dumps(
-                {
-                    "task": name,
-                    "dataset_path": "json",
-                    "test_split": "test",
-                    "doc_to_text": "{{query}}",
-                    **fields,
-                    "dataset_kwargs": {"data_files": {"test": str(folder / "items.jsonl")}},
-                }
-            )
-        )
+    items_file = folder / "items.jsonl"
+    for name, fields in TASKS.items():
+        task = {
+            "task": name,
+            "dataset_path": "json",
+            "test_split": "test",
+            "doc_to_text": "{{query}}",
+            **fields,
+            "dataset_kwargs": {"data_files": {"test": str(items_file)}},
+        }
+        (folder / f"{name}.yaml").write_text(json.dumps(task))  # JSON is YAML
     lines = [json.dumps(item) + "\n" for item in items(NUM_ITEMS)]
-    (folder / "items.jsonl").write_text("".join(lines))
+    items_file.write_text("".join(lines))
+
+
+def harness_scores(python: str, out: Path, work: Path) -> Scores:
+    """Run lm-eval on an export."""
+    write_tasks(work / "tasks")
+    flags = {
+        "--model": "hf",
+        "--model_args": f"pretrained={out},trust_remote_code=True,dtype=float32",
+        "--tasks": ",".join(TASKS),
+        "--include_path": str(work / "tasks"),
+        "--device": "cpu",
+        "--batch_size": "8",
+        "--output_path": str(work / "scores"),
+    }
     peers.run(
-        [
-            python,
-            "-m",
-            "lm_eval",
-            "run",
-            "--model",
-            "hf",
-            "--model_args",
-            f"pretrained={out},trust_remote_code=True,dtype=float32",
-            "--tasks",
-            ",".join(TASKS),
-            "--include_path",
-            str(folder),
-            "--device",
-            "cpu",
-            "--batch_size",
-            "8",
-            "--output_path",
-            str(work / "scores"),
-            "--log_samples",
-        ],
+        [python, "-m", "lm_eval", "run", *chain.from_iterable(flags.items()), "--log_samples"],
         work,
         PYTHONPATH="",
         HF_HOME=str(work / "home"),
         TOKENIZERS_PARALLELISM="false",
     )
-    [results] = (work / "scores").rglob("results_*.json")
-    samples = {}
-    for name in TASKS:
-        [file] = (work / "scores").rglob(f"samples_{name}_*.jsonl")
-        answers = sorted(
-            map(json.loads, file.read_text().splitlines()), key=lambda sample: sample["doc_id"]
-        )
-        samples[name] = [
-            [float(score[0]) for score in sample["filtered_resps"]] for sample in answers
-        ]
-    return (
-        json.loads(results.read_text())["results"],
-        samples["exact_choice"],
-        samples["exact_likelihood"],
+    [file] = (work / "scores").rglob("results_*.json")
+    results = json.loads(file.read_text())["results"]
+    return Scores(
+        results["exact_choice"]["acc,none"],
+        logged_scores(work / "scores", "exact_choice"),
+        logged_scores(work / "scores", "exact_likelihood"),
     )
+
+
+def logged_scores(folder: Path, task: str) -> list[list[float]]:
+    """The log-probabilities of each item of a task, from lm-eval's log of samples."""
+    [file] = folder.rglob(f"samples_{task}_*.jsonl")
+    samples = [json.loads(line) for line in file.read_text().splitlines()]
+    samples.sort(key=lambda sample: sample["doc_id"])
+    return [[float(score[0]) for score in sample["filtered_resps"]] for sample in samples]
 
 
 def compare(python: str, source: str, out: Path, work: Path) -> int:
@@ -256,7 +268,7 @@ def compare(python: str, source: str, out: Path, work: Path) -> int:
     from scripts import export
 
     export.main([source, str(out), "--to=hf"])
-    model, tokenizer, rows, logits, own = peers.ours(source, NUM_TOKENS)
+    model, tokenizer, rows, logits, tokens = peers.ours(source, NUM_TOKENS)
     texts = [*map(replace_surrogates, hard_sample()), "<|bos|>", *peers.prose()]
     torch.save({"rows": rows, "out": str(out), "texts": texts}, work / "requests.pt")
     peers.run_step(
@@ -268,8 +280,24 @@ def compare(python: str, source: str, out: Path, work: Path) -> int:
         TOKENIZERS_PARALLELISM="false",
     )
     theirs = torch.load(work / "results.pt")
-    encoded = [tokenizer.encode(text, prepend=tokenizer.get_bos_token_id()) for text in texts]
+    ids = [tokenizer.encode(text, prepend=tokenizer.get_bos_token_id()) for text in texts]
     compared = peers.Comparison()
+    compare_results(compared, logits, tokens, ids, theirs)
+    questions = items(NUM_ITEMS)
+    scores = torch.tensor(own_scores(model, tokenizer, questions))
+    gold = torch.tensor([item["gold"] for item in questions])
+    compare_scores(compared, scores, gold, harness_scores(python, out, work))
+    return compared.end()
+
+
+def compare_results(
+    compared: peers.Comparison,
+    logits: torch.Tensor,
+    tokens: list[list[int]],
+    ids: list[list[int]],
+    theirs: dict[str, Any],
+) -> None:
+    """Compare our results with those of `run_transformers`."""
     compared.close(
         f"{logits.numel():,} logits, the largest {logits.abs().max():.2f}, with transformers "
         f"{theirs['transformers']}",
@@ -284,48 +312,38 @@ def compare(python: str, source: str, out: Path, work: Path) -> int:
     for i, prompt in enumerate(peers.PROMPTS):
         compared.same(
             f"{NUM_TOKENS} tokens generated after a prompt of {prompt}, with its cache",
-            own[i] == theirs["generated"][i],
+            tokens[i] == theirs["generated"][i],
         )
-        compared.same("the same without its cache", own[i] == theirs["uncached"][i])
-    compared.same("the same in a padded batch", own == theirs["batch"])
-    step, accumulated, checkpointed = theirs["steps"]
-    compared.close(
-        "a step of Trainer with four micro-batches",
-        accumulated / step.norm(),
-        step / step.norm(),
-        STEP,
-    )
-    compared.close(
-        "the same with gradient checkpointing", checkpointed / step.norm(), step / step.norm(), STEP
-    )
-    compared.same(
-        "three beams, with and without its cache", theirs["beams"][0] == theirs["beams"][1]
-    )
-    compared.same(
-        f"ids of {len(texts)} texts, {sum(map(len, encoded)):,} tokens", encoded == theirs["ids"]
-    )
-    compared.same("ids after save_pretrained, from_pretrained", encoded == theirs["reloaded ids"])
-    results, choices, own_ends = harness_scores(python, out, work)
-    questions = items(NUM_ITEMS)
-    scores = torch.tensor(own_scores(model, tokenizer, questions))
-    gold = torch.tensor([item["gold"] for item in questions])
+        compared.same("the same without its cache", tokens[i] == theirs["uncached"][i])
+    compared.same("the same in a padded batch", tokens == theirs["batch"])
+    length = theirs["steps"][0].norm()
+    step, accumulated, checkpointed = (step / length for step in theirs["steps"])
+    compared.close("a step of Trainer with four micro-batches", accumulated, step, STEP)
+    compared.close("the same with gradient checkpointing", checkpointed, step, STEP)
+    cached, uncached = theirs["beams"]
+    compared.same("three beams, with and without its cache", cached == uncached)
+    compared.same(f"ids of {len(ids)} texts, {sum(map(len, ids)):,} tokens", ids == theirs["ids"])
+    compared.same("ids after save_pretrained, from_pretrained", ids == theirs["reloaded ids"])
+
+
+def compare_scores(
+    compared: peers.Comparison, scores: torch.Tensor, gold: torch.Tensor, theirs: Scores
+) -> None:
+    """Compare our log-probabilities (items, choices) with lm-eval's. `gold`: the right choices."""
     accuracy = (scores.argmax(dim=1) == gold).double().mean().item()
     compared.close(
         f"lm-eval: log-probabilities of {scores.numel()} choices",
         scores,
-        torch.tensor(choices),
+        torch.tensor(theirs.choices),
         SCORES,
     )
-    compared.close(
-        f"lm-eval: accuracy, {accuracy:.4f}", accuracy, results["exact_choice"]["acc,none"], SCORES
-    )
+    compared.close(f"lm-eval: accuracy, {accuracy:.4f}", accuracy, theirs.accuracy, SCORES)
     compared.close(
         f"lm-eval: log-likelihood of {len(gold)} texts",
         scores.gather(1, gold[:, None]),
-        torch.tensor(own_ends),
+        torch.tensor(theirs.ends),
         SCORES,
     )
-    return compared.end()
 
 
 def main(argv: Sequence[str] | None = None) -> int:

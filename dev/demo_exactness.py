@@ -158,30 +158,33 @@ def make_data(data_path: Path, base: Path, max_chars: int) -> list[str]:
     return sorted(buckets)
 
 
+def make_shards(base: Path, buckets: Sequence[str]) -> dict[str, int]:
+    """Write the text in the base directory as token files, too. Returns how many tokens each bucket
+    has for training."""
+    with contextlib.redirect_stdout(None):
+        code = tok_shards.main(
+            [
+                f"--input-dir={base / 'text'}",
+                f"--output-dir={base / 'shards'}",
+                "--max-length=0",
+                f"--tokenizer={base / 'tokenizer'}",
+                "--num-workers=1",
+            ]
+        )
+    assert code == 0
+    tokens = {}
+    for bucket in buckets:
+        files = (base / "shards").rglob(f"{bucket}/**/a*.bin")
+        tokens[bucket] = sum(path.stat().st_size // 2 for path in files)
+    return tokens
+
+
 def dry(data_path: Path, base: Path) -> bool:
     """Train on a curriculum that needs more than its buckets hold: each runs dry at the step that
     the plan predicts."""
     buckets = make_data(data_path, base, CHARS["dry"])
-    with contextlib.redirect_stdout(None):
-        assert (
-            tok_shards.main(
-                [
-                    f"--input-dir={base / 'text'}",
-                    f"--output-dir={base / 'shards'}",
-                    "--max-length=0",
-                    f"--tokenizer={base / 'tokenizer'}",
-                    "--num-workers=1",
-                ]
-            )
-            == 0
-        )
+    tokens = make_shards(base, buckets)
     step = MODEL["total_batch_size"] * 4
-    tokens = {
-        bucket: sum(
-            path.stat().st_size // 2 for path in (base / "shards").rglob(f"{bucket}/**/a*.bin")
-        )
-        for bucket in buckets
-    }
     steps = math.ceil(1.2 * sum(tokens.values()) / step)
     mix = ", ".join(f"{bucket}: {1 / len(buckets)}" for bucket in buckets)
     (base / "mix.yaml").write_text(

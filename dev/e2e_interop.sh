@@ -54,7 +54,7 @@ python -m scripts.tok_shards --input-dir "$work/raw" --output-dir "$work/shards"
 python -m scripts.verify "$work/shards"
 
 python -m scripts.base_train --data-path "$work/shards" --data-format shards --model-tag interop --depth 4 \
-    --aspect-ratio 16 --head-dim 16 --max-seq-len 256 --device-batch-size 16 --total-batch-size 4096 \
+    --long-docs split --aspect-ratio 16 --head-dim 16 --max-seq-len 256 --device-batch-size 16 --total-batch-size 4096 \
     --num-iterations 60 --eval-every 30 --eval-tokens 32768 --sample-every -1 --device-type cpu \
     --matrix-lr 0.16 --embedding-lr 2.4 --unembedding-lr 0.064
 

@@ -453,9 +453,7 @@ def run_missing(bench: Bench, results: Results, args: argparse.Namespace, end: f
             attempt(check, bench, results, args, min(check.most_s, left))
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the checks and print a table. Exit code 1 if a figure misses its limit, or a check failed
-    or was killed."""
+def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     p = Parser(description=__doc__)
     p.add_argument(
         "call",
@@ -486,7 +484,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         choices=[check.name for check in CHECKS],
         help="run only this check, without a limit",
     )
-    args = p.parse_args(argv)
+    return p.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the checks and print a table. Exit code 1 if a figure misses its limit, or a check failed
+    or was killed."""
+    args = parse_args(argv)
     end = time.monotonic() + args.seconds
     if args.device == "cpu" and not args.tiny:
         raise ValueError("--device cpu: this would take hours; add --tiny")

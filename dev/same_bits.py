@@ -28,7 +28,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from dev import make_sample_corpus
@@ -144,6 +144,45 @@ def write_other_kinds(text: Path) -> None:
         notes.write_text("\n".join(documents[:20]))
 
 
+@contextlib.contextmanager
+def checked_out(commit: str, folder: Path) -> Iterator[None]:
+    """A git worktree of a commit. ValueError if git cannot check it out."""
+    worktree = ["git", "-C", str(ROOT), "worktree"]
+    added = subprocess.run(
+        [*worktree, "add", "-q", "--detach", str(folder), commit], capture_output=True, text=True
+    )
+    if added.returncode:
+        raise ValueError(
+            f"--old={commit}: git cannot check it out: {added.stderr.strip().splitlines()[-1]}"
+        )
+    try:
+        yield
+    finally:
+        subprocess.run([*worktree, "remove", "--force", str(folder)], check=False)
+
+
+def compare_case(name: str, versions: Mapping[Path, Path]) -> bool:
+    """Train a case with both versions, and print how they compare. `versions`: {folder: code}."""
+    processes, flags = CASES[name]
+    for work, version in versions.items():
+        python(
+            version,
+            work,
+            "scripts.base_train",
+            *TINY,
+            f"--model-tag={name}",
+            *flags.format(work=work).split(),
+            processes=processes,
+        )
+    runs = [str(work / "runs" / name) for work in versions]
+    with contextlib.redirect_stdout(io.StringIO()) as report:
+        same = compare_runs.main(runs) == 0
+    summary = report.getvalue()
+    verdict = summary.splitlines()[0] if same else f"DIFFERS\n{summary}"
+    print(f"{name}: {verdict}", flush=True)
+    return same
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Train all cases with both versions and compare them; 1 if a case differs. ValueError names a
     run that failed."""
@@ -169,48 +208,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
     with tempfile.TemporaryDirectory(prefix="same-bits-") as folder:
         root = Path(folder)
-        worktree = ["git", "-C", str(ROOT), "worktree"]
-        added = subprocess.run(
-            [*worktree, "add", "-q", "--detach", str(root / "code"), args.old],
-            capture_output=True,
-            text=True,
-        )
-        if added.returncode:
-            raise ValueError(
-                f"--old={args.old}: git cannot check it out: {added.stderr.strip().splitlines()[-1]}"
-            )
-        try:
-            versions = {root / "old": root / "code", root / "new": ROOT}
-            text = root / "text"
+        code = root / "code"
+        text = root / "text"
+        with checked_out(args.old, code):
             make_sample_corpus.main(
                 [f"--output-dir={text}", "--buckets", "--max-chars=1500000", "--min-chars=100000"]
             )
             write_other_kinds(text)
+            versions = {root / "old": code, root / "new": ROOT}
             for work, version in versions.items():
                 prepare(version, work, text)
             failed = 0
             for name in names:
-                processes, flags = CASES[name]
-                for work, version in versions.items():
-                    python(
-                        version,
-                        work,
-                        "scripts.base_train",
-                        *TINY,
-                        f"--model-tag={name}",
-                        *flags.format(work=work).split(),
-                        processes=processes,
-                    )
-                with contextlib.redirect_stdout(io.StringIO()) as report:
-                    same = compare_runs.main([str(work / "runs" / name) for work in versions]) == 0
-                summary = report.getvalue()
-                print(
-                    f"{name}: {summary.splitlines()[0] if same else f'DIFFERS{chr(10)}{summary}'}",
-                    flush=True,
-                )
-                failed += not same
-        finally:
-            subprocess.run([*worktree, "remove", "--force", str(root / "code")], check=False)
+                failed += not compare_case(name, versions)
     print(f"{failed} of {len(names)} cases differ")
     return int(failed > 0)
 

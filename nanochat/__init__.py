@@ -51,7 +51,8 @@ A run, from its command to its end:
 The loop is in scripts/base_train.py. Threads of a rank: the main one, the loader's (dataloader), the
 tokenizers' pool (stream), the watchdog's two; on rank 0 also the saver's and the mirror's.
 
-The floor: `common` (files, JSON, hashes), `cli` (flags; `old_flags`), `dist` (processes).
+The floor: `common` (files, JSON, hashes), `cli` (flags; `old_flags`), `dist` (processes), `model_code`
+(whether a model's code has changed).
 
 `integrations/` connects to other programs, behind the doors that dev/ARCHITECTURE.md lists.
 """

@@ -73,9 +73,11 @@ from nanochat.common import (
     hash_file,
     hash_json,
     parse_json,
+    print0,
     read_json,
     reason_of,
 )
+from nanochat.model_code import changed_code, code_of
 from nanochat.run_dir import (
     CHECKPOINT_NAME,
     checkpoint_folders,
@@ -466,7 +468,8 @@ class Checkpoint:
 
     def load_weights(self, model: torch.nn.Module) -> None:
         """Copy the saved weights into a model. ValueError, before any change, if names or shapes
-        differ, because the model's code was edited since the save."""
+        differ, because the model's code was edited since the save. Prints a note if the code differs
+        in anything else."""
         saved = self.model_state()
         ours = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
         theirs = {name: tuple(tensor.shape) for name, tensor in saved.items()}
@@ -480,6 +483,12 @@ class Checkpoint:
                 f"start a new run with --model-tag=NAME"
             )
         model.load_state_dict(saved)
+        changed = changed_code(self.trainer_state.get("model_code", {}), code_of(model))
+        if changed:
+            print0(
+                f"note: since {self.path} was saved, {', '.join(changed)} changed; if the model computes "
+                f"something else now, these weights are not for it"
+            )
 
     def optimizer_state(self) -> dict[str, Any]:
         return self.load(OPTIMIZER_NAME)

@@ -42,7 +42,7 @@ import re
 import shutil
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -266,13 +266,7 @@ def _make(
 ) -> Records:
     """Prepare the missing files, several at once, and return the records of all. After an error
     or a stop, what is finished is kept, and recorded."""
-    # once each: the parts for training and for validation are made of the same file
-    copied = {str(file.path): file.path for file in missing.values() if is_remote(file.path)}
-    if copied:
-        num_bytes = sum(path.stat().st_size for path in copied.values())
-        files = counted(len(copied), "file")
-        log.info("text: %s are copied to prepare them (%.1f MB)", files, num_bytes / 1e6)
-        make_local_copies(copied.values())
+    _copy_remote(missing.values())
     elsewhere = _by_key()
     records = dict(records)
     errors: list[Exception] = []
@@ -288,15 +282,14 @@ def _make(
 
     def make(name: str) -> tuple[str, Record | None]:
         """(name, record) of a file. An error is kept for the caller, and ends the other conversions."""
-        file, place = missing[name], folder / name
+        file = missing[name]
+        place = folder / name
+        record = None
         try:
             tick(0)
             place.parent.mkdir(parents=True, exist_ok=True)
-            record = (
-                None
-                if file.selection.strict
-                else _link(elsewhere.get(keys[name]), place, str(file.path))
-            )
+            if not file.selection.strict:
+                record = _link(elsewhere.get(keys[name]), place, str(file.path))
             return name, record or _convert(file, keys[name], place, tick)
         except Exception as e:
             errors.append(e)
@@ -315,14 +308,31 @@ def _make(
         _keep(folder, records)
     if errors and isinstance(errors[0], OSError) and errors[0].errno in FULL:
         done = f"{len(records)} of {counted(len(keys), 'file')}"
-        raise OSError(
-            f"{folder}: no room for text as parquet ({reason_of(errors[0])}; {done} finished); make room, or set "
-            f"NANOCHAT_BASE_DIR to another disk, and run the command again; python -m nanochat.prepare lists "
-            f"what can be deleted"
-        ) from None
+        raise _no_room(folder, errors[0], done) from None
     if errors:
         raise errors[0]
     return records
+
+
+def _copy_remote(files: Iterable[TextFile]) -> None:
+    """Copy the files that are in object storage or on the Hub to this machine."""
+    # once each: the parts for training and for validation are made of the same file
+    copied = {str(file.path): file.path for file in files if is_remote(file.path)}
+    if not copied:
+        return
+    num_bytes = sum(path.stat().st_size for path in copied.values())
+    num_files = counted(len(copied), "file")
+    log.info("text: %s are copied to prepare them (%.1f MB)", num_files, num_bytes / 1e6)
+    make_local_copies(copied.values())
+
+
+def _no_room(folder: Path, error: OSError, done: str) -> OSError:
+    """The error of a disk that is full. `done`: how much was finished before."""
+    return OSError(
+        f"{folder}: no room for text as parquet ({reason_of(error)}; {done} finished); make room, or set "
+        f"NANOCHAT_BASE_DIR to another disk, and run the command again; python -m nanochat.prepare lists "
+        f"what can be deleted"
+    )
 
 
 def _keep(folder: Path, records: Records) -> None:

@@ -56,6 +56,7 @@ import numpy as np
 from nanochat.cli import did_you_mean
 from nanochat.common import (
     check_shape,
+    counted,
     fsync_dir,
     get_base_dir,
     parse_json,
@@ -203,31 +204,84 @@ class Fork(NamedTuple):
 # ---- names in checkpoints/ ----------------------------------------------------------------------
 
 
-WIDEST = 50  # maximum number of characters shown of a changed setting
+WIDEST = 50  # maximum number of characters shown of a setting
 
 
 def changes_text(changes: Mapping[str, Sequence[Any]]) -> str:
     """What a fork changed, in words."""
     words = []
     for name, values in changes.items():
-        texts = [mix_text(value) or json.dumps(value) for value in values]
-        shown = [text if len(text) <= WIDEST else f"{text[: WIDEST - 3]}..." for text in texts]
+        shown = around_difference(setting_texts(values))
         words.append(f"{name} {' -> '.join(shown)}")
     return visible(", ".join(words)) or "nothing changed"
 
 
+def setting_texts(values: Sequence[object]) -> list[str]:
+    """Values of a setting as texts, different ones for different values: curricula as their mixes or,
+    if these do not tell them apart, with everything else; all else as JSON."""
+    exact = [json.dumps(value) for value in values]
+    for words_for in (mix_text, curriculum_text):
+        texts = [words_for(value) or text for value, text in zip(values, exact)]
+        if len(set(texts)) == len(set(exact)):
+            return texts
+    return exact
+
+
+def around_difference(texts: Sequence[str]) -> list[str]:
+    """Texts that differ, of which only a part that differs is left if they are long."""
+    if max(map(len, texts)) <= WIDEST:
+        return [*texts]
+    same = 0
+    for characters in zip(*texts):
+        if len(set(characters)) > 1:
+            break
+        same += 1
+    begin = max(0, same - WIDEST // 2)
+    parts = []
+    for text in texts:
+        part = text[begin : begin + WIDEST]
+        before = "..." if begin else ""
+        after = "..." if begin + WIDEST < len(text) else ""
+        parts.append(f"{before}{part}{after}")
+    return parts
+
+
 def mix_text(value: object) -> str:
     """The mixes of a curriculum, such as 9 web + 1 code; '' for any other value."""
+    return ", then ".join(_mixes_of(value))
+
+
+def curriculum_text(value: object) -> str:
+    """A whole curriculum, such as 2 phases: 3,000 tokens of 9 web + 1 code, then 1,000 of 1 web;
+    '' for any other value."""
+    mixes = _mixes_of(value)
+    if not mixes:
+        return ""
+    assert isinstance(value, dict)
+    phases: list[str] = []
+    for phase, mix in zip(value["phases"], mixes):
+        unit = "" if phases else " tokens"
+        phases.append(f"{show(phase.get('duration_tokens'))}{unit} of {mix}")
+    parts = [f"{counted(len(phases), 'phase')}: {', then '.join(phases)}"]
+    limits = value.get("max_epochs")
+    for bucket, limit in limits.items() if isinstance(limits, dict) else ():
+        parts.append(f"max_epochs {show(limit)} of {bucket}")
+    parts += [name for name, is_on in value.items() if is_on is True]
+    return "; ".join(parts)
+
+
+def _mixes_of(value: object) -> list[str]:
+    """The mix of each phase of a curriculum; [] for any other value."""
     try:
         check_shape(value, {"phases": [{"mix": dict}]}, "")
     except ValueError:
-        return ""
+        return []
     assert isinstance(value, dict)
     mixes = []
     for phase in value["phases"]:
         parts = [f"{show(weight)} {bucket}" for bucket, weight in phase["mix"].items()]
         mixes.append(" + ".join(parts))
-    return ", then ".join(mixes)
+    return mixes
 
 
 def checkpoint_folders(run_dir: Path) -> dict[str, Path]:

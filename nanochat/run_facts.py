@@ -16,10 +16,11 @@ from typing import Any
 
 from nanochat import seen
 from nanochat.common import counted, duration, few, show, visible
+from nanochat.config import current
 from nanochat.pins import contents_of
-from nanochat.run_dir import changes_text
+from nanochat.run_dir import changes_text, setting_texts
 from nanochat.run_history import history_of
-from nanochat.run_reader import RunReader
+from nanochat.run_reader import RunReader, Table
 from nanochat.run_settings import setting_tables
 from nanochat.text import Selection
 
@@ -64,7 +65,7 @@ def fenced(text: str) -> list[str]:
     return [f"{fence}text", *map(visible, text.splitlines()), fence, ""]
 
 
-def without_folders(value: Any) -> Any:
+def without_folders(value: object) -> object:
     """A text whose paths are shortened to their last names, except those of data on the Hub; any
     other value as it is."""
     if not isinstance(value, str):
@@ -232,6 +233,27 @@ def settings_table(run: RunReader, config: Mapping[str, Any], *, paths: bool = T
     for name, value, default in setting_tables(config, run.typed)["set"]:
         rows.append((name, value if paths else without_folders(value), default))
     return markdown(("setting", "value", "default"), rows)
+
+
+def differing_settings(runs: Sequence[RunReader]) -> Table:
+    """(name, one text per run) of the settings that differ between runs; None if a run has no such
+    setting. The length is the one that a run has, whatever it follows from."""
+    configs = []
+    for run in runs:
+        config = current(run.last_config) | {"num_iterations": run.horizon}
+        for name in ("derived", "fork"):  # not settings
+            config.pop(name, None)
+        configs.append(config)
+    names: dict[str, None] = {}
+    for config in configs:
+        names |= dict.fromkeys(config)
+    rows: Table = []
+    for name in names:
+        texts = setting_texts([config.get(name) for config in configs])
+        values = [text if name in config else None for text, config in zip(texts, configs)]
+        if len(set(values)) > 1:
+            rows.append((name, *values))
+    return rows
 
 
 def data_table(run: RunReader, *, paths: bool = True) -> list[str]:

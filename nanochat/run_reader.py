@@ -20,11 +20,10 @@ numbered on from there. Its config.json records the parent, which may be deleted
 """
 
 import contextlib
-import json
 import logging
 import statistics
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -42,7 +41,6 @@ from nanochat.run_dir import (
     find_run_at,
     is_step,
     iter_log,
-    mix_text,
     read_config,
     read_cursors,
 )
@@ -687,26 +685,6 @@ def tree_of(parents: Mapping[str, str | None]) -> dict[str, int]:
         pending += [(fork, depth + 1) for fork in reversed(forks[run])]
     lost = parents.keys() - depths.keys()  # in a circle, after an edit of config.json
     return depths | dict.fromkeys(sorted(lost), 0)
-
-
-def differing_settings(configs: Sequence[Mapping[str, Any]]) -> Table:
-    """(name, one JSON value per run) of the settings that differ between runs; of curricula that
-    differ in their mixes, only these, in words."""
-    names: dict[str, None] = {}
-    for config in configs:
-        names |= dict.fromkeys(config)
-    for name in ("derived", "fork"):  # not settings
-        names.pop(name, None)
-    rows: Table = []
-    for name in names:
-        values = [json.dumps(config[name]) if name in config else None for config in configs]
-        mixes = [mix_text(config.get(name)) for config in configs]
-        short = [mix or value for mix, value in zip(mixes, values)]
-        if len(set(short)) == len(set(values)):
-            values = short
-        if len(set(values)) > 1:
-            rows.append((name, *values))
-    return rows
 
 
 def unbalanced(accounts: Mapping[str, Mapping[str, int]]) -> dict[str, int]:

@@ -21,6 +21,7 @@ from nanochat.fp8 import convert
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.order import MAX_LANES, default_lanes, fed_lanes
 from nanochat.pins import Manifest, counts_and_means
+from nanochat.run_dir import curriculum_text
 from nanochat.schedule import REFERENCE_DEPTH, Horizon, resolve_horizon
 
 # share of a GPU's memory for a step, with one process and with several (NCCL)
@@ -270,13 +271,16 @@ def setting_tables(
         if name == "fork":  # the record of a fork, which reports describe in words
             continue
         default = known[name].default if name in known else None
+        text = curriculum_text(value) or json.dumps(value)
         if name in known and value == default:
-            tables["default"].append((name, json.dumps(value)))
+            if name not in config["derived"]:  # such as an automatic length, which is worked out
+                tables["default"].append((name, text))
         elif name in typed:
-            tables["set"].append((name, json.dumps(value), json.dumps(default)))
+            tables["set"].append((name, text, json.dumps(default)))
         elif name in current(config) and name != "derived":
-            tables["worked out"].append((name, json.dumps(value)))
+            tables["worked out"].append((name, text))
     for name, value in config["derived"].items():
-        if name not in typed:
+        is_set = name in typed and value == config.get(name)
+        if not is_set:
             tables["worked out"].append((name, show(value)))
     return tables

@@ -40,7 +40,8 @@ def limits(window: Window, sigma: float) -> tuple[float, float]:
 
     def limit(values: Sequence[float]) -> float:
         median = statistics.median(values)
-        return median + sigma * NORMAL * statistics.median(abs(value - median) for value in values)
+        deviation = statistics.median(abs(value - median) for value in values)
+        return median + sigma * NORMAL * deviation
 
     losses, norms = zip(*window)
     return limit(losses), limit(norms)
@@ -49,7 +50,10 @@ def limits(window: Window, sigma: float) -> tuple[float, float]:
 def describe(loss: float, grad_norm: float, window: Window, sigma: float) -> str:
     """Why a step is a spike: its loss and gradient norm, and on which side of its limit each is."""
     loss_limit, norm_limit = limits(window, sigma)
-    values = (("loss", loss, 6, loss_limit), ("gradient norm", grad_norm, 4, norm_limit))
+    values = [
+        ("loss", loss, 6, loss_limit),
+        ("gradient norm", grad_norm, 4, norm_limit),
+    ]
     parts = []
     for name, value, digits, limit in values:
         side = "within" if value <= limit else "above"

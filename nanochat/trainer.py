@@ -226,6 +226,7 @@ class Training:
     schedule: Schedule
     loader: DataLoader
     progress: Progress
+    model_code: dict[str, str]  # hashes of the code that this launch has loaded
 
     @functools.cached_property
     def flops_per_token(self) -> int:
@@ -271,6 +272,7 @@ class Training:
             "phase": self.loader.phase,
             "K": self.settings.leaves,
             "tokenizer_fingerprint": self.settings.tokenizer_fingerprint,
+            "model_code": self.model_code,
             "next_digest": next_digest,
             **more,
         }

@@ -22,7 +22,7 @@ import argparse
 import shlex
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any, NamedTuple, Protocol
 
@@ -45,6 +45,7 @@ from nanochat.dist import (
 )
 from nanochat.evaluations import log_core, log_ranks, log_samples, log_validation
 from nanochat.fork import branch_off, stand_in
+from nanochat.model_code import code_of
 from nanochat.reduce import LeafAccumulator
 from nanochat.run_dir import Fork, find_run_at, is_run_dir, newest_events
 from nanochat.run_guard import Guard
@@ -221,6 +222,7 @@ def open_training(run: Run, process: Process) -> Iterator[Training]:
             schedule=schedule,
             loader=loader,
             progress=progress,
+            model_code=code_of(model),
         )
 
 
@@ -522,8 +524,8 @@ def log_step(
     step_s: float,
     wait_s: float,
 ) -> None:
-    """Count a step, then log and print it. Add a value to `record` to log it, and to `line` to
-    print it."""
+    """Count a step, then log and print it. Add a value to `record` to log it, and to `line` of
+    `line_of` to print it."""
     progress = training.progress
     loader = training.loader
     step = progress.step
@@ -548,23 +550,11 @@ def log_step(
         "total_training_time": progress.train_time_s,
     }
     record |= losses_of_buckets(loader.buckets, totals) | memory_in_use(loader.device)
-    line = [
-        f"loss {smooth:.5f}",
-        f"lr x{lr:.3f}",
-        f"norm {totals.grad_norm:.4f}",
-        f"{step_s * 1000:,.0f} ms",
-        f"{rate:,.0f} tok/s",
-    ]
-    if mfu:
-        line.append(f"mfu {mfu:.1%}")
-    if wait_s > NOTICEABLE * step_s:
-        line.append(f"wait {wait_s * 1000:,.0f} ms")
-    line.append(f"{duration(eta_s)} left")
     report = StepReport(
         step=step,
         totals=totals,
         record=record,
-        line=" | ".join(line),
+        line=line_of(record, eta_s),
         smooth_loss=smooth,
         tokens=progress.tokens,
         tokens_per_s=rate,
@@ -573,6 +563,25 @@ def log_step(
         phase=loader.phase,
     )
     journal.step(report)
+
+
+def line_of(record: Mapping[str, Any], eta_s: float) -> str:
+    """What is printed about a step. `record`: its line in the log."""
+    step_s = record["step_s"]
+    wait_s = record["wait_s"]
+    line = [
+        f"loss {record['smooth_loss']:.5f}",
+        f"lr x{record['lr']:.3f}",
+        f"norm {record['grad_norm']:.4f}",
+        f"{step_s * 1000:,.0f} ms",
+        f"{record['tokens_per_s']:,.0f} tok/s",
+    ]
+    if record["mfu"]:
+        line.append(f"mfu {record['mfu']:.1%}")
+    if wait_s > NOTICEABLE * step_s:
+        line.append(f"wait {wait_s * 1000:,.0f} ms")
+    line.append(f"{duration(eta_s)} left")
+    return " | ".join(line)
 
 
 def losses_of_buckets(buckets: Sequence[str], totals: StepTotals) -> dict[str, Any]:
@@ -632,6 +641,10 @@ def is_val_comparable(run: Run) -> bool:
 def report_completed(run: Run, progress: Progress, peak: int | None) -> None:
     """Print the last line of a run."""
     line = f"completed: {progress.tokens:,} tokens in {duration(progress.train_time_s)} of steps"
+    fork = Fork.of(run.settings.fork)
+    if fork is not None:
+        own_tokens = progress.tokens - fork.tokens
+        line += f", those of its ancestors included ({own_tokens:,} tokens of its own)"
     if progress.val_bpb is not None:
         first = f"{progress.first_val_bpb:.6f} -> " if is_val_comparable(run) else ""
         line += f"; validation bits per byte {first}{progress.val_bpb:.6f}"

@@ -51,11 +51,10 @@ from nanochat.checkpoint import (
 )
 from nanochat.cli import EXIT_FAILED, Parser, run_main, setup_logging
 from nanochat.common import counted, few, show, table
-from nanochat.config import current
 from nanochat.dist import VERSIONS
 from nanochat.pins import contents_of
-from nanochat.run_dir import changes_text, find_run, is_step, read_cursors
-from nanochat.run_facts import validation_note
+from nanochat.run_dir import around_difference, changes_text, find_run, is_step, read_cursors
+from nanochat.run_facts import differing_settings, validation_note
 from nanochat.run_history import (
     Effect,
     Parting,
@@ -66,7 +65,7 @@ from nanochat.run_history import (
     find_parting,
     history_of,
 )
-from nanochat.run_reader import RunReader, differing_settings, flat_numbers
+from nanochat.run_reader import RunReader, flat_numbers
 
 DATA = {"digest": "digests", "tokens": "token counts", "cursors": "cursors"}
 SERIES = {
@@ -79,7 +78,6 @@ SERIES = {
     "buckets": "validation results",
 }
 SMOOTH = "smooth_loss"
-WIDEST = 50  # maximum number of characters shown of a setting
 CPU_CAUSE = (
     "cause: the processors differ, and another instruction set rounds differently. That alone changes losses "
     "and weights; docs/exactness.md tells how to pin it"
@@ -694,25 +692,6 @@ def same_tokens(a: Side, b: Side) -> list[list[Any]]:
     return rows
 
 
-def around_difference(texts: Sequence[str]) -> list[str]:
-    """Texts that differ, of which only a part that differs is left if they are long."""
-    if max(map(len, texts)) <= WIDEST:
-        return [*texts]
-    same = 0
-    for characters in zip(*texts):
-        if len(set(characters)) > 1:
-            break
-        same += 1
-    begin = max(0, same - WIDEST // 2)
-    parts = []
-    for text in texts:
-        part = text[begin : begin + WIDEST]
-        before = "..." if begin else ""
-        after = "..." if begin + WIDEST < len(text) else ""
-        parts.append(f"{before}{part}{after}")
-    return parts
-
-
 def files_of(run: RunReader) -> dict[tuple[str, str], tuple[int, str]]:
     """{(split, name): content} of the files that a run reads."""
     files = {}
@@ -768,9 +747,7 @@ def print_settings(a: Side, b: Side) -> None:
     of_data = data_lines(a.run, b.run)
     if of_data:
         print("", *of_data, sep="\n")
-    # a length may follow from other settings, such as the curriculum
-    configs = [current(run.last_config) | {"num_iterations": run.horizon} for run in (a.run, b.run)]
-    differ = differing_settings(configs)
+    differ = differing_settings([a.run, b.run])
     if not differ:
         return
     rows = [

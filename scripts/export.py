@@ -67,6 +67,7 @@ from nanochat.engine import load_model
 from nanochat.files import DATASET_NAME, default_data_path, is_folder
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.integrations.export_check import check_hf, check_nanochat
+from nanochat.model_code import code_of
 from nanochat.pins import DATA_MANIFEST
 from nanochat.receipt import NAME as RECEIPT_NAME
 from nanochat.receipt import make_receipt
@@ -638,6 +639,7 @@ def import_run(args: argparse.Namespace) -> str:
         "tokens": source.step * settings.total_batch_size,
         "K": settings.leaves,
         "tokenizer_fingerprint": tokenizer.fingerprint,
+        "model_code": code_of(build_model(settings)),
     }
     with new_folder(out, advice) as run_dir:
         open_folders(run_dir)

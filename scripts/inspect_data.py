@@ -63,7 +63,8 @@ from nanochat.run_stream import (
     row_means,
     step_digests,
 )
-from nanochat.run_uses import Ancestry, Part, Traced, content_of, find_items
+from nanochat.run_uses import Ancestry, Content, Part, Traced, content_of, find_items
+from nanochat.sources import Place
 from nanochat.spikes import ENOUGH, NORMAL, WINDOW
 from nanochat.start_run import command, find_data, inspect_run
 from nanochat.stream import AnyStream, ledger
@@ -219,6 +220,12 @@ def text_lines(tokenizer: Tokenizer, row: Row, place: Mapping[str, Any]) -> list
     return [visible(line) for line in shown.removesuffix("\n").split("\n")]
 
 
+def by_loss(losses: Sequence[float | None]) -> list[int]:
+    """The numbers of the rows, the highest loss first and rows without a loss last."""
+    heights = [-math.inf if loss is None else loss for loss in losses]
+    return sorted(range(len(losses)), key=heights.__getitem__, reverse=True)
+
+
 def show_rows(opened: Opened, args: argparse.Namespace) -> int:
     """Print the documents in each row of a step."""
     if args.row is not None and args.row >= opened.rows_per_step:
@@ -229,17 +236,9 @@ def show_rows(opened: Opened, args: argparse.Namespace) -> int:
     warn_untrained(opened, args.step)
     lines: list[dict[str, Any]] = []
     texts: list[list[str]] = []  # the lines of each document's text
-
-    def loss_of(number: int) -> float:
-        """The loss of a row; rows without a loss come last."""
-        loss = losses[number]
-        return -math.inf if loss is None else loss
-
     with opened.stream_at(args.step) as stream:
         rows = stream.next_rows(opened.rows_per_lane)
-        numbers = list(range(len(rows)))
-        if losses:
-            numbers.sort(key=loss_of, reverse=True)
+        numbers = by_loss(losses) if losses else list(range(len(rows)))
         if args.row is not None:
             numbers = [number for number in numbers if number == args.row]
         for number in numbers:
@@ -560,6 +559,43 @@ def passes_of(
     return passes
 
 
+def about_document(
+    ancestry: Ancestry, traced: Traced, content: Content, text: str | None
+) -> dict[str, Any]:
+    """What a document is, as --json prints it: its place, its first words and, if known, its line
+    in the user's own file. `text`: the one that --text asks for."""
+    about: dict[str, Any] = {
+        "document": traced.document.name,
+        "bucket": traced.document.bucket,
+        "split": traced.split,
+        "text": content.words,
+        "without": traced.is_left_out,
+        "not_searched": ancestry.gaps,
+    }
+    if content.origin is not None:
+        whole = ancestry.opened.data.tokenizer.decode(content.ids.tolist())
+        before = whole.split(text)[0] if text else ""
+        about["line"] = content.origin.line
+        about["text_line"] = line_after(content.origin, before)
+    if traced.opened is not ancestry.opened:
+        about["run"] = traced.opened.run.name
+    return about
+
+
+def print_about(about: Mapping[str, Any], origin: Place | None) -> None:
+    """Print what `about_document` returns."""
+    kind = "" if about["split"] == "train" else ", validation"
+    if "run" in about:
+        kind = f", a file of {about['run']}"
+    name = visible(about["document"])
+    print(f"{name} ({about['bucket']}{kind}): {visible(about['text'])}")
+    if origin is not None:
+        where = f"the document begins at line {origin.line:,} of {visible(origin.file)}"
+        if about["text_line"] != origin.line:
+            where += f", the text at line {about['text_line']:,}"
+        print(where)
+
+
 def show_find(opened: Opened, args: argparse.Namespace) -> int:
     """Print every training row with tokens of a document, epoch by epoch."""
     if args.texts or args.core:
@@ -570,39 +606,15 @@ def show_find(opened: Opened, args: argparse.Namespace) -> int:
     shown = named_documents(ancestry, args)
     in_a_row = 0  # documents of which a row has all of the text
     for traced in shown:
-        of_run, split, document, _ = traced
-        ids, words, origin = content_of(of_run, traced.source, document)
-        passes = passes_of(ancestry, traced, ids, losses_of, args.text)
+        content = content_of(traced.opened, traced.source, traced.document)
+        passes = passes_of(ancestry, traced, content.ids, losses_of, args.text)
         uses = [use for of_epoch in passes for use in of_epoch["uses"]]
         in_a_row += any(use.get("has_text") for use in uses)
-        if origin is not None:
-            whole = opened.data.tokenizer.decode(ids.tolist())
-            text_line = line_after(origin, whole.split(args.text)[0] if args.text else "")
+        about = about_document(ancestry, traced, content, args.text)
         if args.json:
-            head = {
-                "document": document.name,
-                "bucket": document.bucket,
-                "split": split,
-                "text": words,
-                "without": traced.is_left_out,
-                "not_searched": ancestry.gaps,
-            }
-            if origin is not None:
-                head["line"] = origin.line
-                head["text_line"] = text_line
-            if of_run is not opened:
-                head["run"] = of_run.run.name
-            print(json.dumps(finite({**head, "passes": passes}), allow_nan=False), flush=True)
+            print(json.dumps(finite({**about, "passes": passes}), allow_nan=False), flush=True)
             continue
-        kind = "" if split == "train" else ", validation"
-        if of_run is not opened:
-            kind = f", a file of {of_run.run.name}"
-        print(f"{visible(document.name)} ({document.bucket}{kind}): {visible(words)}")
-        if origin is not None:
-            where = f"the document begins at line {origin.line:,} of {visible(origin.file)}"
-            if text_line != origin.line:
-                where += f", the text at line {text_line:,}"
-            print(where)
+        print_about(about, content.origin)
         legends[print_passes(opened, passes, with_text=bool(args.text))] = None
         reason = remark(ancestry, traced)
         if reason:

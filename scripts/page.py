@@ -28,7 +28,6 @@ from typing import Any
 
 from nanochat.cli import Parser, run_main
 from nanochat.common import counted, duration, few, show, write_bytes
-from nanochat.config import current
 from nanochat.run_curves import (
     BPB,
     LOSS,
@@ -42,13 +41,12 @@ from nanochat.run_curves import (
     step_series,
 )
 from nanochat.run_dir import CONFIG_NAME, find_run, list_runs, run_path
-from nanochat.run_facts import sentences_about, validation_note
+from nanochat.run_facts import differing_settings, sentences_about, validation_note
 from nanochat.run_reader import (
     Launch,
     LogRecord,
     RunReader,
     Table,
-    differing_settings,
     ledger_table,
     tree_of,
 )
@@ -465,15 +463,33 @@ def embed(value: Mapping[str, Any]) -> str:
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
+def plotly_source() -> str:
+    """plotly.js for the page: compressed, as base64. ValueError without plotly."""
+    try:
+        from plotly.offline import get_plotlyjs
+    except ImportError:
+        raise ValueError("plotly is not installed; pip install -e '.[page]'") from None
+    compressed = gzip.compress(get_plotlyjs().encode(), mtime=0)
+    return base64.b64encode(compressed).decode()
+
+
+def chart_cards(charts: Sequence[Mapping[str, Any]], *, note: str) -> dict[str, str]:
+    """The cards of the charts, by section of the page. `note` stands above the validation losses."""
+    cards = dict.fromkeys(("curves", "mix", "timeline"), "")
+    for chart in charts:
+        plot = f'<div class="plot" id="{escape(chart["id"])}"></div>'
+        if chart["id"] == BPB and note:
+            plot = f"<p>{escape(note[0].upper() + note[1:])}.</p>{plot}"
+        cards[chart["section"]] += card(chart["title"], plot, "wide" if chart["wide"] else "")
+    return cards
+
+
 def make_page(runs: Sequence[Run], *, refresh: bool = False) -> str:
     """The whole page.
 
     `refresh`: whether the browser reloads it regularly. ValueError without plotly.
     """
-    try:
-        from plotly.offline import get_plotlyjs
-    except ImportError:
-        raise ValueError("plotly is not installed; pip install -e '.[page]'") from None
+    plotly = plotly_source()
     size = sum(json_bytes(run) for run in runs)
     stride = max(1, -(-size // ROOM))
     data = [chart_data(run, stride) for run in runs]
@@ -490,29 +506,23 @@ def make_page(runs: Sequence[Run], *, refresh: bool = False) -> str:
     if stride > 1:
         thinned = f"Of every {stride} steps, the one with the highest loss is drawn."
     header = ("setting", *(run.name for run in runs))
-    differ = table(header, differing_settings([current(run.last_config) for run in runs]))
-    note = validation_note(runs)
+    differ = table(header, differing_settings(runs))
     last_steps = [run.num_steps - 1 for run in runs if run.steps]
     parts = {
         "title": escape(few(run.name for run in runs)),
         "refresh": f'<meta http-equiv="refresh" content="{WATCH_EVERY_S}">' if refresh else "",
         "data": embed({"charts": charts, "buckets": sorted(buckets - {""}), "runs": data}),
-        "plotly": base64.b64encode(gzip.compress(get_plotlyjs().encode(), mtime=0)).decode(),
+        "plotly": plotly,
         "written": f"{now}. {thinned}",
         "tree": tree(runs),
         "differing": card("What differs", differ) if differ else "",
         "last": str(min(last_steps, default=0)),  # all runs have it
         "digests": "",
-        **dict.fromkeys(("curves", "mix", "timeline"), ""),
+        **chart_cards(charts, note=validation_note(runs)),
     }
     for run in runs:
         cells = f'<td>{escape(run.name)}</td><td><code id="digest-{run.index}"></code></td>'
         parts["digests"] += f"<tr>{cells}</tr>"
-    for chart in charts:
-        plot = f'<div class="plot" id="{escape(chart["id"])}"></div>'
-        if chart["id"] == BPB and note:
-            plot = f"<p>{escape(note[0].upper() + note[1:])}.</p>{plot}"
-        parts[chart["section"]] += card(chart["title"], plot, "wide" if chart["wide"] else "")
     for part in (headline, account, history, samples, settings):
         parts[part.__name__] = "".join(part(run) for run in runs)
     parts["samples"] = parts["samples"] or "<p>None: --sample-every=N samples every N steps.</p>"

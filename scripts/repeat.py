@@ -309,6 +309,23 @@ def parse_args(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str
     return p.parse_args(words[:at]), words[at + 1 :]
 
 
+def read_base(against: str, name: str) -> dict[str, Any]:
+    """The record of the configuration that --against names. FileNotFoundError if it was not
+    trained; ValueError if it is --name itself."""
+    path = get_base_dir() / "repeats" / f"{against}.json"
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"--against={against}: {path} does not exist; train that configuration first, "
+            f"with --name={against}"
+        )
+    base = read_json(path, RECORD, remedy="train that configuration again with --name")
+    if against == name:
+        raise ValueError(
+            f"--against={against}: --name has the same value; choose a different --name"
+        )
+    return base
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Train, compare and print. ValueError and OSError for bad input and failed runs."""
     args, flags = parse_args(argv)
@@ -326,17 +343,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     seeds = list(range(1, args.seeds + 1))
     vary = args.vary
     if args.against is not None:
-        path = folder / f"{args.against}.json"
-        if not path.is_file():
-            raise FileNotFoundError(
-                f"--against={args.against}: {path} does not exist; train that configuration first, "
-                f"with --name={args.against}"
-            )
-        base = read_json(path, RECORD, remedy="train that configuration again with --name")
-        if args.against == args.name:
-            raise ValueError(
-                f"--against={args.against}: --name has the same value; choose a different --name"
-            )
+        base = read_base(args.against, args.name)
         seeds = base["seeds"]
         vary = base["vary"]
 

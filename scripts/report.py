@@ -127,7 +127,7 @@ def training_figures(run: RunReader) -> dict[str, Any]:
     buckets, with_loss = tokens_by_bucket(run.steps)
     figures = {
         "steps": run.reached,
-        "tokens in rows": run.own_tokens,
+        f"tokens in rows{', of its own' if run.fork else ''}": run.own_tokens,
         "of these, with loss": int(with_loss.sum()) if buckets else None,
         "tokens, those of its ancestors included": run.num_tokens if run.fork else None,
         "training time": f"{time_s}, {100 * waited:.2f} % of it waiting for data",

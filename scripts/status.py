@@ -129,7 +129,7 @@ def status_text(run: dict[str, Any]) -> str:
     if run["status"] is not None:
         began = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(run["started"]))
         ago = duration(time.time() - run["started"])
-        values["tokens"] = run["tokens"]
+        values["tokens"] = tokens_text(run)
         values["phase"] = run["phase"]
         values["steps not applied"] = run.get("skipped")
         values["started"] = f"{began}, {ago} ago"
@@ -140,6 +140,16 @@ def status_text(run: dict[str, Any]) -> str:
     shown = {name: value for name, value in values.items() if value not in (None, "", "-", 0)}
     width = max(17, 2 + max(map(len, shown)))
     return "\n".join(f"{name:{width}}{show(value)}" for name, value in shown.items())
+
+
+def tokens_text(run: dict[str, Any]) -> str | None:
+    """How many tokens a run has trained on; for a fork, with those of its ancestors, as in its log.
+    None if it has logged no step yet."""
+    tokens = run["tokens"]
+    if tokens is None or run["fork"] is None:
+        return tokens and show(tokens)
+    own_tokens = tokens - run["fork"]["tokens"]
+    return f"{show(tokens)}, those of its ancestors included ({show(own_tokens)} of its own)"
 
 
 def mirror_text(run: dict[str, Any]) -> str | None:

@@ -18,9 +18,10 @@ are already shuffled.
 """
 
 import argparse
+import itertools
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -217,6 +218,19 @@ def count_documents(path: AnyPath) -> int | None:
     )
 
 
+def validation_files(
+    of_buckets: Mapping[str, Sequence[AnyPath]], folder: AnyPath
+) -> list[DataFile]:
+    """The validation files. Those in the folder of the data are named by their path in it."""
+    files = []
+    for path in itertools.chain.from_iterable(of_buckets.values()):
+        name = path.name
+        if path.is_relative_to(folder):
+            name = path.relative_to(folder).as_posix()
+        files.append(DataFile(name, path.stat().st_size, count_documents(path)))
+    return files
+
+
 def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
     setup_logging()
@@ -242,19 +256,10 @@ def main(argv: list[str] | None = None) -> int:
         print(f"{output_dir}: reused, already trained with these arguments on these files")
     else:
         print(f"training a tokenizer of {args.vocab_size:,} tokens on {data.on_hub or data_path}")
-        val = [
-            DataFile(
-                path.relative_to(folder).as_posix() if path.is_relative_to(folder) else path.name,
-                path.stat().st_size,
-                count_documents(path),
-            )
-            for bucket in splits["val"].values()
-            for path in bucket
-        ]
         print(
             *describe_split(
                 [DataFile(file["name"], file["bytes"]) for file in files],
-                val,
+                validation_files(splits["val"], folder),
                 reads=f"at most --max-chars={args.max_chars:,} characters",
                 shared=args.val_fraction,
                 chosen=val_data is None and last_file_validates(data),

@@ -637,6 +637,19 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         help="number of ids, for pairs without a manifest.json",
     )
     parser.add_argument("--eod-token", metavar="TOKEN", help=EOD_HELP)
+    add_receipt_flags(parser)
+    begin_launch()
+    args = parser.parse_args(argv)
+    args.fingerprint = args.eod = None
+    if args.tokenizer is not None:
+        tokenizer = get_tokenizer(args.tokenizer, eod_token=args.eod_token)
+        args.fingerprint = tokenizer.fingerprint
+        args.eod = tokenizer.get_bos_token_id()
+        args.vocab_size = tokenizer.get_vocab_size()
+    return args
+
+
+def add_receipt_flags(parser: Parser) -> None:
     receipts = parser.add_argument_group("receipts")
     receipts.add_argument("--data-path", metavar="DIR", help="the data to compare a receipt with")
     receipts.add_argument(
@@ -657,14 +670,6 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     receipts.add_argument(
         "--processes", type=whole(1), default=1, metavar="W", help="with --replay: processes to use"
     )
-    begin_launch()
-    args = parser.parse_args(argv)
-    args.fingerprint = args.eod = None
-    if args.tokenizer is not None:
-        tokenizer = get_tokenizer(args.tokenizer, eod_token=args.eod_token)
-        args.fingerprint, args.eod = tokenizer.fingerprint, tokenizer.get_bos_token_id()
-        args.vocab_size = tokenizer.get_vocab_size()
-    return args
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -70,10 +70,7 @@ def nanochat_batches(
     ValueError (`DataLoader` resumes on any number). The lanes share `buffer_size`.
     """
     _, rank, _, world_size = get_dist_info()
-    cursors = None
-    if resume_state_dict:
-        check_state(resume_state_dict, rank, world_size)
-        cursors = resume_state_dict["cursors"]
+    cursors = cursors_of(resume_state_dict, rank, world_size) if resume_state_dict else None
     lanes = lanes_per_rank(B, world_size)
     config = StreamConfig(
         T=T,
@@ -116,8 +113,9 @@ def lanes_per_rank(B: int, world_size: int) -> int:
     return max(lanes for lanes in range(1, B + 1) if B % lanes == 0 and lanes <= most)
 
 
-def check_state(state: Mapping[str, Any], rank: int, world_size: int) -> None:
-    """ValueError unless this rank saved the state itself, with such a loader."""
+def cursors_of(state: Mapping[str, Any], rank: int, world_size: int) -> list[Cursor]:
+    """The cursors to resume with. ValueError unless this rank saved the state itself, with such a
+    loader."""
     missing = [repr(key) for key in SAVED if key not in state]
     if missing:
         raise ValueError(
@@ -131,6 +129,7 @@ def check_state(state: Mapping[str, Any], rank: int, world_size: int) -> None:
             f"is rank {rank} of {world_size}. Give each rank the state that it saved itself, or use "
             f"nanochat.dataloader.DataLoader, which resumes on any number of ranks"
         )
+    return state["cursors"]
 
 
 def state_of(loader: DataLoader, bucket: str, source: Source, names: list[str]) -> State:

@@ -202,11 +202,12 @@ class ThirdPartyTokenizer(Tokenizer):
         if difference := self._miscounted(SAMPLE):
             size = len(SAMPLE.encode())
             log.warning(
-                "%s: the tokens of a sample text of %d bytes stand for %d bytes, so bits per byte would be "
-                "wrong; validation reports the loss in nats per token",
+                "%s: the tokens of a sample text of %d bytes stand for %d bytes%s, so bits per byte would "
+                "be wrong; validation reports the loss in nats per token",
                 self.name,
                 size,
                 size + difference,
+                self._unknown_in_sample(),
             )
         elif self.inexact:
             log.warning(
@@ -215,6 +216,16 @@ class ThirdPartyTokenizer(Tokenizer):
                 " or ".join(self.inexact),
             )
         return not difference
+
+    def _unknown_in_sample(self) -> str:
+        """How many tokens of the sample are the unknown token, in brackets; "" if none is. A
+        vocabulary of another format can make all text unknown, and training on it would succeed."""
+        try:
+            ids = self.encode_one(SAMPLE)[1:]  # without BOS
+        except CannotEncode:
+            return ""
+        unknown = int((ids == self.unknown).sum())
+        return f" ({unknown} of its {len(ids)} tokens are the unknown token)" if unknown else ""
 
     def token_bytes(self) -> "torch.Tensor":
         import torch

@@ -2,10 +2,12 @@
 
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
 
+from nanochat import model_code
 from nanochat.checkpoint import MODEL_CONFIG_NAME, load_checkpoint
 from nanochat.engine import Engine, load_model
 from nanochat.gpt import GPTConfig
@@ -72,6 +74,25 @@ def test_load_model_refuses_mismatched_and_missing_files(run):
     shutil.rmtree(run / "checkpoints")
     with pytest.raises(FileNotFoundError, match="no checkpoint; existing checkpoints: none yet"):
         load_model("run", "cpu")
+
+
+def test_a_model_that_was_trained_with_other_code_has_a_note(run, capsys, monkeypatch, tmp_path):
+    """Regression: nothing was said, and the samples were nonsense."""
+    load_model("run", "cpu")
+    assert "changed" not in capsys.readouterr().out
+    monkeypatch.setattr(model_code, "PACKAGE", edited_package(tmp_path))
+    load_model("run", "cpu")
+    assert "nanochat/gpt.py changed; if the model computes" in capsys.readouterr().out
+
+
+def edited_package(folder):
+    """A copy of the model's code, in which the MLP has another activation."""
+    copy = folder / "nanochat"
+    copy.mkdir()
+    for name in ("attention.py", "gpt.py"):
+        text = (Path(model_code.__file__).with_name(name)).read_text()
+        (copy / name).write_text(text.replace("relu(", "gelu("))
+    return copy
 
 
 def test_generation_enables_only_two_kernels_and_restores_the_others(model, monkeypatch):

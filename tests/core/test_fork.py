@@ -95,6 +95,14 @@ def test_its_record_does_not_name_a_length_that_is_its_parents():
     assert digests("child", AT) == digests("long")[AT:]
 
 
+def test_its_last_line_says_which_tokens_are_its_own():
+    """Regression: it counted those of its ancestors, without saying so."""
+    own = (STEPS - AT) * training.STEP
+    line = fork().out.partition("completed: ")[2]
+    assert line.startswith(f"{STEPS * training.STEP:,} tokens in ")
+    assert f"those of its ancestors included ({own:,} tokens of its own)" in line
+
+
 def test_it_begins_with_the_parents_checkpoint_and_cursors():
     fork()
     assert min(cursor_files(training.run_dir("child"))) == AT

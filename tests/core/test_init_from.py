@@ -9,10 +9,12 @@ from unittest import mock
 import pytest
 
 from nanochat import checkpoint as checkpoint_module
+from nanochat import model_code
 from nanochat.checkpoint import find_checkpoint, load_checkpoint
 from nanochat.run_dir import read_config
 from scripts import base_train
 from tests import training
+from tests.core.test_engine import edited_package
 from tests.finished import RUN, STEPS, copy
 from tests.training import as_bytes, die_after_step, digests, losses, refuse, succeed
 
@@ -62,6 +64,27 @@ def test_weights_are_those_of_the_origin_and_everything_else_is_new():
     assert origin.items() >= expected.items()
     assert digests() == digests("origin")[:1], "it starts at the beginning of the data"
     assert losses()[0] < losses("origin")[0] - 0.02, "and the weights have learned"
+
+
+def test_weights_that_were_trained_with_other_code_have_a_note(monkeypatch, tmp_path):
+    more = {"init_from": "origin@6", "num_iterations": 1}
+    note = "nanochat/gpt.py changed; if the model computes"
+    assert note not in succeed(model_tag="same", **more).out
+    monkeypatch.setattr(model_code, "PACKAGE", edited_package(tmp_path))
+    assert note in succeed(**more).out
+
+
+def test_a_save_has_the_hashes_of_the_code_with_which_its_launch_began(monkeypatch, tmp_path):
+    began = checkpoint_module.read_seal(checkpoint("final", "origin"))["model_code"]
+    loop = base_train.loop
+
+    def edit_first(*parts):
+        monkeypatch.setattr(model_code, "PACKAGE", edited_package(tmp_path))
+        return loop(*parts)
+
+    with mock.patch.object(base_train, "loop", edit_first):
+        succeed(num_iterations=1)
+    assert checkpoint_module.read_seal(checkpoint("final"))["model_code"] == began
 
 
 def test_on_two_processes_the_result_is_the_same_and_only_rank_0_reads(workplace):

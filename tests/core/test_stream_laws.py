@@ -295,32 +295,17 @@ def drained(world, opened, plan, *, num_threads):
             if not rows:
                 break
             filled = [(row, *row_arrays(row, world.config.T)) for row in rows]
-            run.digests.append(
-                sum(
-                    digest_of_row(i, tokens, live[1:]) for i, (_, tokens, live) in enumerate(filled)
-                )
-            )
+            digests = [
+                digest_of_row(i, tokens, live[1:]) for i, (_, tokens, live) in enumerate(filled)
+            ]
+            run.digests.append(sum(digests))
             run.rows += filled
-            for feed in (
-                feed
-                for stream in streams
-                for feeds in stream.feeds.values()
-                for feed in feeds.values()
-            ):
-                # otherwise it is dry, and less than a row is pending, perhaps of several epochs
-                if feed.packer.ready:
-                    assert {key[0] for key in feed.packer.waiting()} <= {feed.epoch}, (
-                        "read beyond an epoch"
-                    )
+            check_lookahead(streams)
         run.cursors = json_copy([cursor for stream in streams for cursor in stream.cursors()])
         run.unread = {
             (bucket, lane)
-            for stream in streams
-            for bucket, feeds in stream.feeds.items()
-            for lane, feed in feeds.items()
-            if feed.epoch + 1 < feed.max_epochs
-            or feed.place < feed.share.stop
-            or (feed.packer.ready and not stream.config.framed)
+            for bucket, lane, feed in feeds_of(streams)
+            if is_unread(feed, world.config.framed)
         }
         for stream in streams:
             stream.close()
@@ -329,6 +314,29 @@ def drained(world, opened, plan, *, num_threads):
             0 < len(cursor["dropped"]) < len(world.corpora) - 1 for cursor in run.cursors
         )
     return run
+
+
+def feeds_of(streams):
+    """(bucket, lane, feed) of all streams."""
+    for stream in streams:
+        for bucket, feeds in stream.feeds.items():
+            for lane, feed in feeds.items():
+                yield bucket, lane, feed
+
+
+def is_unread(feed, framed):
+    """Whether a lane has unread documents of a bucket, or pending entries."""
+    has_documents = feed.epoch + 1 < feed.max_epochs or feed.place < feed.share.stop
+    return has_documents or (feed.packer.ready and not framed)
+
+
+def check_lookahead(streams):
+    """No lane has read beyond its epoch."""
+    for _, _, feed in feeds_of(streams):
+        # otherwise it is dry, and less than a row is pending, perhaps of several epochs
+        if feed.packer.ready:
+            epochs = {key[0] for key in feed.packer.waiting()}
+            assert epochs <= {feed.epoch}, "read beyond an epoch"
 
 
 def check_accounts(world, run):
@@ -498,6 +506,36 @@ def check_rows(world, run, bucket):
 # ---- the laws ------------------------------------------------------------------------------------
 
 
+# what the examples of each layout must include
+ALWAYS = {
+    "small",
+    "large",
+    "buckets",
+    "stopped",
+    "other W",
+    "phases",
+    "shards",
+    "foreign",
+    "overlaps",
+    "epochs",
+    "empty",
+}
+FRAMED = {
+    "rows of two epochs",
+    "text",
+    "megatron",
+    "pending",
+    "dropped at a stop",
+    "fewer units than lanes",
+}
+CASES = {
+    "crop": ALWAYS | FRAMED | {"cropped"},
+    "split": ALWAYS | FRAMED | {"repeated"},
+    "concat": ALWAYS | FRAMED | {"repeated"},
+    "binned": ALWAYS | {"padded", "unpacked"},
+}
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_law_each_document_is_used_once_an_epoch_and_stopping_changes_nothing(layout, monkeypatch):
     # so that these short documents are stored like long ones
@@ -517,72 +555,53 @@ def test_law_each_document_is_used_once_an_epoch_and_stopping_changes_nothing(la
             ]
             stopped = drained(world, opened, stops, num_threads=1)
         assert stopped.digests == straight.digests and stopped.cursors == straight.cursors
-        for bucket, corpus in world.corpora.items():
+        for bucket in world.corpora:
             check_documents(world, stopped, bucket)
             check_tokens(world, stopped, bucket)
             seen["rows of two epochs"] += check_epochs(world, stopped, bucket)
             check_rows(world, stopped, bucket)
-            seen["complete" if world.complete(stopped, bucket) else "left over"] += 1
-            seen.update(
-                {
-                    corpus.kind: 1,
-                    "overlaps": any(e.overlap for e in corpus.entries),
-                    "empty": not all(e.ids for e in corpus.entries),
-                    "fewer units than lanes": len(corpus.entries) < world.config.V,
-                    "epochs": world.config.epochs(bucket) > 1,
-                }
-            )
-        account = ledger(stopped.cursors, world.config.T)
-        for name in ("cropped", "padded", "repeated", "pending"):
-            seen[name] += sum(a[name] for a in account.values())
-        seen.update({"small" if world.small else "large": 1})
-        seen.update(
-            {
-                "buckets": len(world.corpora) > 1,
-                "stopped": any(0 < at < length for _, at in stops),
-                "dropped at a stop": stopped.dropped_at_stops,
-                "other W": len({W for W, _ in world.plan}) > 1,
-                "unpacked": not world.config.pack,
-                "no row": not straight.rows,
-                "phases": any(
-                    row.index
-                    >= world.config.curriculum.phase_rows(world.config.T, world.config.V)[0]
-                    for row, _, _ in stopped.rows
-                )
-                and len(world.config.curriculum.phases) > 1,
-            }
-        )
+            seen.update(cases_of_bucket(world, stopped, bucket))
+        seen.update(cases_of(world, stopped))
+        seen["stopped"] += any(0 < at < length for _, at in stops)
 
     law()
-    always = {
-        "small",
-        "large",
-        "buckets",
-        "stopped",
-        "other W",
-        "phases",
-        "shards",
-        "foreign",
-        "overlaps",
-        "epochs",
-        "empty",
-    }
-    framed = {
-        "rows of two epochs",
-        "text",
-        "megatron",
-        "pending",
-        "dropped at a stop",
-        "fewer units than lanes",
-    }
-    own = {
-        "crop": framed | {"cropped"},
-        "split": framed | {"repeated"},
-        "concat": framed | {"repeated"},
-        "binned": {"padded", "unpacked"},
-    }[layout]
-    assert not {case for case in always | own if not seen[case]}, seen
+    assert not {case for case in CASES[layout] if not seen[case]}, seen
     assert seen["complete"] > seen["left over"]
+
+
+def cases_of_bucket(world, run, bucket):
+    """{case: whether a bucket of a run is one}."""
+    corpus = world.corpora[bucket]
+    is_complete = world.complete(run, bucket)
+    return {
+        corpus.kind: True,
+        "complete": is_complete,
+        "left over": not is_complete,
+        "overlaps": any(entry.overlap for entry in corpus.entries),
+        "empty": not all(entry.ids for entry in corpus.entries),
+        "fewer units than lanes": len(corpus.entries) < world.config.V,
+        "epochs": world.config.epochs(bucket) > 1,
+    }
+
+
+def cases_of(world, run):
+    """{case: whether a run is one, or how many tokens or stops of it are}."""
+    config = world.config
+    account = ledger(run.cursors, config.T).values()
+    cases = {
+        "small": world.small,
+        "large": not world.small,
+        "buckets": len(world.corpora) > 1,
+        "dropped at a stop": run.dropped_at_stops,
+        "other W": len({W for W, _ in world.plan}) > 1,
+        "unpacked": not config.pack,
+    }
+    for name in ("cropped", "padded", "repeated", "pending"):
+        cases[name] = sum(of_bucket[name] for of_bucket in account)
+    if len(config.curriculum.phases) > 1:
+        end = config.curriculum.phase_rows(config.T, config.V)[0]  # of the first phase, in a lane
+        cases["phases"] = any(row.index >= end for row, _, _ in run.rows)
+    return cases
 
 
 def test_law_loaders_of_a_mix_end_at_the_same_step_with_the_same_digests():

@@ -45,6 +45,12 @@ def test_average_writes_the_mean_of_the_newest_good_checkpoints(run, caplog):
     assert json.loads((run.with_name("run-average-3") / "eval.json").read_text())["val_bpb"] > 0
 
 
+def test_an_average_has_the_hashes_of_the_code_that_trained_it(run):
+    average.main(["run", "--last=2"])
+    averaged, final = (find_checkpoint(name).trainer_state for name in ("run-average-2", "run"))
+    assert averaged["model_code"] == final["model_code"]
+
+
 def test_steps_that_were_not_saved_are_averaged_too(copied):
     assert average.main(["run", "--steps=3,4"]) == 0
     averaged = find_checkpoint("run-average-2")

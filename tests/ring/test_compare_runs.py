@@ -17,9 +17,8 @@ from hypothesis import strategies as st
 
 from nanochat.checkpoint import MODEL_NAME, OPTIMIZER_NAME, load_checkpoint
 from nanochat.common import read_json, write_json
-from nanochat.run_dir import cursor_files
+from nanochat.run_dir import around_difference, changes_text, cursor_files, setting_texts
 from nanochat.run_history import Effect, Stage
-from nanochat.run_reader import differing_settings
 from scripts import average, compare_runs, tok_shards
 from tests import training
 from tests.checkpoints import reseal
@@ -271,12 +270,34 @@ def test_settings_that_differ_are_not_cut_before_they_differ():
     ]
     later = [*phases, phases[0] | {"duration_tokens": 7}]
     curricula = [{"phases": phases}, {"phases": [*phases, phases[0]]}, {"phases": later}]
-    a, b, c = [{"curriculum": curriculum} for curriculum in curricula]
-    [mixes] = differing_settings([a, b])
-    assert mixes[1] == "2 books + 1 code, then 2 books + 3 code"
-    [(_, *values)] = differing_settings([b, c])
-    first, second = compare_runs.around_difference(values)
-    assert '"duration_tokens": 5' in first and '"duration_tokens": 7' in second
+    a, b, c = curricula
+    assert setting_texts([a, b])[0] == "2 books + 1 code, then 2 books + 3 code"
+    first, second = around_difference(setting_texts([b, c]))
+    assert ", then 500,000,000 of 2 books" in first and ", then 7 of 2 books" in second
+    changed = changes_text({"curriculum": [b, c]})
+    assert changed == f"curriculum {first} -> {second}"
+
+
+def test_curricula_with_the_same_mixes_are_told_apart_in_words():
+    """Regression: they were shown as JSON."""
+    phases = [{"duration_tokens": 3000, "mix": {"code": 1, "web": 0.5}}]
+    a = {"phases": phases, "max_epochs": {"code": 2}, "allow_budget_mismatch": False}
+    b = {**a, "max_epochs": {"code": 3}, "allow_budget_mismatch": True}
+    begin = "1 phase: 3,000 tokens of 1 code + 0.5 web"
+    assert setting_texts([a, b, None]) == [
+        f"{begin}; max_epochs 2 of code",
+        f"{begin}; max_epochs 3 of code; allow_budget_mismatch",
+        "null",
+    ]
+
+
+def test_curricula_that_differ_in_their_last_digits_are_told_apart():
+    """As JSON: words round weights."""
+    a, b = (
+        {"phases": [{"duration_tokens": 3000, "mix": {"code": weight, "web": 1}}]}
+        for weight in (0.12345678, 0.12345679)
+    )
+    assert setting_texts([a, b]) == [json.dumps(a), json.dumps(b)]
 
 
 # ---- forks --------------------------------------------------------------------------------------

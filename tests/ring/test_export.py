@@ -452,6 +452,8 @@ def test_an_export_to_nanochat_is_imported_with_equal_weights_and_bits_per_byte(
         == 0
     )
     assert weights("back") == weights("run")
+    imported, trained = (find_checkpoint(name).trainer_state for name in ("back", "run"))
+    assert imported["model_code"] == trained["model_code"]
     (base / "data").rename(base / "away")
     assert (
         export.main(

@@ -326,8 +326,8 @@ def test_a_value_in_the_steps_line_and_log(fork):
     )
     fork.edit(
         "scripts/base_train.py",
-        "    report = StepReport(",
-        "    line.append(f\"hot {record['hot']:.3f}\")\n    report = StepReport(",
+        '    return " | ".join(line)',
+        '    line.append(f"hot {record[\'hot\']:.3f}")\n    return " | ".join(line)',
     )
     printed = fork.run()
     logged = [r["hot"] for r in iter_log(training.log_file("hack")) if "digest" in r]

@@ -61,21 +61,18 @@ def step(i, **more):
     }
 
 
-def make_run(path, *, digest="", num=STEPS, slowest_wait_s=0.05):
-    """A run killed at step 25, resumed from step 20 on two processes and stopped. It has a hostile
-    bucket, a truncated line, an unknown value and a NaN."""
-    mix = [
-        step(
-            i,
-            **{
-                f"tokens/{EVIL}": 40 if i < 20 else 120,
-                "tokens/web": 120 if i < 20 else 40,
-                "loss/web": 3.0,
-                "unknown_value": float(i),
-            },
-        )
-        for i in range(num)
-    ]
+def log_lines(*, digest="", num=STEPS, slowest_wait_s=0.05):
+    """The log of a run that was killed at step 25, resumed from step 20 on two processes and
+    stopped. It has a hostile bucket, an unknown value and a NaN."""
+    mix = []
+    for i in range(num):
+        values = {
+            f"tokens/{EVIL}": 40 if i < 20 else 120,
+            "tokens/web": 120 if i < 20 else 40,
+            "loss/web": 3.0,
+            "unknown_value": float(i),
+        }
+        mix.append(step(i, **values))
     mix[3]["loss"] = mix[3]["smooth_loss"] = None
     mix[30]["digest"] = digest or mix[30]["digest"]
     mix[20]["wait_s"] = slowest_wait_s
@@ -83,7 +80,7 @@ def make_run(path, *, digest="", num=STEPS, slowest_wait_s=0.05):
     resumed = {**started, "step": 20, "world_size": 2, "num_iterations": 50}  # and made shorter
     saved = {"event": "saved", "step": 20, "checkpoint": "checkpoint-20", "seconds": 0.1}
     val = {"event": "val", "step": 0, "bpb": 4.25, "buckets": {"web": 4.0, EVIL: 4.5}}
-    lines = [
+    return [
         started,
         val,
         *mix[:20],
@@ -98,8 +95,12 @@ def make_run(path, *, digest="", num=STEPS, slowest_wait_s=0.05):
         {"event": "samples", "step": num, "texts": [EVIL]},
         {"event": "stopped", "step": num, "reason": EVIL},
     ]
+
+
+def make_run(path, **how):
+    """The files of a run with the log `log_lines(**how)`, of which one line is truncated."""
     (path / "logs").mkdir(parents=True)
-    text = [json.dumps(line) for line in lines]
+    text = [json.dumps(line) for line in log_lines(**how)]
     (path / "logs" / "train.jsonl").write_text(
         "\n".join([*text[:9], '{"step": 8, "lo', *text[9:]]) + "\n"
     )
@@ -115,15 +116,11 @@ def make_run(path, *, digest="", num=STEPS, slowest_wait_s=0.05):
     )
     pinned = {"root": "/", "files": [{"name": "0.parquet", "size": 1, "footer": "", "groups": [1]}]}
     write_json(path / "data_manifest.json", {"train": {}, "val": {"web": pinned, EVIL: pinned}})
-    write_json(
-        path / "plan.json",
-        {
-            "phases": [
-                {"first_step": 0, "asked": {"web": 3, EVIL: 1}},
-                {"first_step": 20, "asked": {"web": 1, EVIL: 3}},
-            ]
-        },
-    )
+    phases = [
+        {"first_step": 0, "asked": {"web": 3, EVIL: 1}},
+        {"first_step": 20, "asked": {"web": 1, EVIL: 3}},
+    ]
+    write_json(path / "plan.json", {"phases": phases})
     keep_cursors(path, 20, pack_cursors(20, cursors()))
     return path
 
@@ -291,6 +288,35 @@ def test_two_runs_show_the_settings_that_differ(runs, tmp_path):
     differs = text[text.index("<h3>What differs</h3>") :].partition("</table>")[0]
     assert re.findall(r"<td>(.*?)</td>", differs) == ["depth", "2", "7"]
     assert [run["digests"][30] for run in data["runs"]] == [f"{30:016x}", "f" * 16]
+
+
+def test_a_length_that_is_worked_out_is_shown_as_it_is(runs, tmp_path):
+    """Regression: the page of a run whose curriculum decides its length had num_iterations -1."""
+    paths = [shutil.copytree(run, tmp_path / run.name) for run in runs]
+    config = read_json(paths[0] / "config.json")
+    config["derived"]["num_iterations"] = 50
+    phases = [{"duration_tokens": 4000, "mix": {"web": 1}}]
+    for path, words in zip(paths, ({"num_iterations": 50}, {"curriculum": {"phases": phases}})):
+        write_json(path / "config.json", {**config, "num_iterations": -1, **words})
+    text, _ = write(paths, tmp_path / "page.html")
+    differs = text[text.index("<h3>What differs</h3>") :].partition("</table>")[0]
+    assert "num_iterations" not in differs, "both have 50 steps"
+    alone, _ = write(paths[1:], tmp_path / "page.html")
+    settings = alone.partition("<h2>Settings</h2>")[2].partition("<script")[0]
+    assert re.findall(r"<td>num_iterations</td><td>(.*?)</td>", settings) == ["50"]
+    assert "<td>1 phase: 4,000 tokens of 1 web</td>" in settings
+
+
+def test_a_copy_to_the_mirror_has_a_mark_of_its_own(tmp_path):
+    """Regression: it was one of "anything else"."""
+    path = make_run(tmp_path / "run")
+    mirrored = {"event": "mirrored", "step": 40, "checkpoint": "checkpoint-20", "bytes": 9}
+    with open(path / "logs" / "train.jsonl", "a") as log:
+        log.write(json.dumps(mirrored) + "\n")
+    text, data = write([path], tmp_path / "page.html")
+    assert "mirrored" in [mark["kind"] for mark in data["runs"][0]["launches"][-1]["marks"]]
+    symbols = re.search(r"const SYMBOLS = {(.*)};", text)[1]
+    assert 'mirrored: ["triangle-right"' in symbols and "▷ copied to the mirror" in text
 
 
 def test_runs_with_different_validation_text_have_a_warning_at_the_chart(tmp_path):

@@ -79,14 +79,24 @@ def test_results_on_other_amounts_of_validation_text_are_not_compared(copied):
     assert f"validation bits per byte {after[STEPS + 2]:.6f};" in outcome.out
 
 
-def test_every_figure_is_the_one_on_disk(run):
+def test_the_report_is_printed_and_written_with_the_stages(run):
     output = run.parent / "other.md"
     outcome = command(
         report.main, run, f"--stages={run.parents[1] / 'stages.tsv'}", f"--output={output}"
     )
     assert outcome.code == 0 and f"report: {output}" in outcome.out and "2.062" in outcome.out
     text = output.read_text()
+    assert "# Run `run`: completed" in text
+    assert f"run directory `{run}`" in text
+    assert f"`python -m scripts.page {run.name}` draws its plots" in text
+    assert "train --fast" in text
     found = rows(text)
+    assert found["set-up"] == ["1.0 s", "1", "0"]
+    assert found["training"] == ["2 min 45 s", "2", "1"]
+
+
+def test_every_figure_is_the_one_on_disk(run):
+    found = rows(make_report(RunReader(run)))
     steps = list(training.steps().values())
     val = [event["bpb"] for event in training.events("val")]
     config, first = read_config(run), training.events("started")[0]
@@ -108,8 +118,6 @@ def test_every_figure_is_the_one_on_disk(run):
         "depth": ["2", "20"],
         "1": ["0", "6", "8", "killed", "1", "cpu", first["torch"], first["code"] or "unknown"],
         "2": ["4", "8", "8", "completed", "2", "cpu", first["torch"], "unknown"],
-        "set-up": ["1.0 s", "1", "0"],
-        "training": ["2 min 45 s", "2", "1"],
         "data (train)": [
             pinned["root"],
             "3",
@@ -124,22 +132,24 @@ def test_every_figure_is_the_one_on_disk(run):
         "digest of the batch of step 7": [f"`{steps[7]['digest']}`"],
     }.items():
         assert found[name] == expected, name
-    assert (
-        "# Run `run`: completed" in text
-        and "train --fast" in text
-        and f"run directory `{run}`" in text
-    )
-    assert f"`python -m scripts.page {run.name}` draws its plots" in text
-    assert "It balances" in text and "after 8 steps, in tokens" in text
-    assert (
-        "\nseed 42\n" in text.partition("<summary>settings at their defaults")[2]
-        and "seed" not in found
-    )
+
+
+def test_a_setting_at_its_default_is_only_in_the_list_of_those(run):
+    text = make_report(RunReader(run))
+    assert "\nseed 42\n" in text.partition("<summary>settings at their defaults")[2]
+    assert "seed" not in rows(text)
+
+
+def test_sentences_and_samples_say_how_the_run_went(run):
+    text = make_report(RunReader(run))
+    seconds = sum(step["step_s"] for step in training.steps().values())
+    val = [event["bpb"] for event in training.events("val")]
     assert text.splitlines()[2:5] == [
         f"The run completed after 8 of 8 steps: 4,096 tokens in {duration(seconds)} of training.",
         f"Validation bits per byte fell from {show(val[0])} to {show(val[-1])}.",
         "It took 2 launches (1 killed), on 1 and 2 processes.",
     ]
+    assert "It balances" in text and "after 8 steps, in tokens" in text
     assert "````text\nOnce ```upon```\na time\n````" in text and "```text\nimport | os\n```" in text
 
 

@@ -296,7 +296,7 @@ def test_forks_are_below_their_parent_with_their_step_and_changes(base, capsys):
 
     of_b = "@20: matrix_lr 0.02 -> 0.01, max_grad_norm null -> 1.0"
     mixes = "9 web + 0.5 code, then 1 " + "w" * 99
-    of_d = f"@10: curriculum null -> {mixes[:47]}..."
+    of_d = f"@10: curriculum null -> {mixes[:50]}..."
     of_e = "gone@5 (not here): nothing changed"
     assert lines() == [
         ("a", "-"),
@@ -309,6 +309,17 @@ def test_forks_are_below_their_parent_with_their_step_and_changes(base, capsys):
     assert lines("c", "b") == [("b", f"z{of_b}"), ("  c", "@1,030: nothing changed")]
     status.main(["c"])
     assert "fork of          b@1,030: nothing changed\n" in capsys.readouterr().out
+
+
+def test_the_tokens_of_a_fork_are_those_of_its_ancestors_and_its_own(base, capsys):
+    fake_run(base, "a", "completed", tokens=5000)
+    as_fork(fake_run(base, "b", "completed", tokens=5000), "a", 20, tokens=2000)
+    for name, words in (
+        ("a", "5,000\n"),
+        ("b", "5,000, those of its ancestors included (3,000 of its own)\n"),
+    ):
+        status.main([name])
+        assert f"tokens           {words}" in capsys.readouterr().out
 
 
 def test_json_has_the_record_of_a_fork(base, capsys):

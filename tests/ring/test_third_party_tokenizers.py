@@ -266,6 +266,14 @@ def test_inexact_bytes_are_described_and_warned_about(opened, paths, caplog):
     assert "tokenizer.json: the tokens of a sample text of" in caplog.text and "nats" in caplog.text
 
 
+def test_a_vocabulary_that_does_not_know_the_text_is_warned_about(paths, caplog):
+    assert not get_tokenizer(paths["wordlevel"], eod_token="</s>").knows_bytes
+    [unknown, total] = re.search(
+        r"\((\d+) of its (\d+) tokens are the unknown", caplog.text
+    ).groups()
+    assert (unknown, total) == ("6", "8")
+
+
 @pytest.mark.parametrize(
     "kind, end", [("gpt2", "5"), ("llama", "7"), ("unigram", "<unk>"), ("wordlevel", "<unk>")]
 )

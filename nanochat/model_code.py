@@ -1,0 +1,59 @@
+"""The code that computes a model, as hashes: weights make sense only to the code that trained them.
+
+    the model's modules -> the files of nanochat/ that define them, and attention.py -> {file: hash}
+
+A checkpoint stores the hashes, and loading its weights prints a note about files that have changed.
+A hash is of the syntax tree without docstrings, so comments and layout do not count, and neither
+does the version of Python (whose `ast.unparse` and `ast.dump` do differ between versions).
+"""
+
+import ast
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+from nanochat.common import hash_json
+
+PACKAGE = Path(__file__).parent
+FUNCTIONS = "nanochat.attention"  # part of every model, although it defines none of its modules
+
+
+def code_of(model: torch.nn.Module) -> dict[str, str]:
+    """{file: hash} of the code that computes a model, as it is on disk. A launch calls this when it
+    begins, because files may be edited while it trains."""
+    names = {FUNCTIONS}
+    for module in model.modules():
+        names.add(type(module).__module__)
+    hashes = {}
+    for name in sorted(names):
+        package, _, rest = name.partition(".")
+        if package == PACKAGE.name:
+            file = f"{rest.replace('.', '/')}.py"
+            hashes[f"{package}/{file}"] = hash_code((PACKAGE / file).read_bytes())
+    return hashes
+
+
+def changed_code(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
+    """The files whose code has changed, of those that are known in both: a model that was trained
+    with --fp8 is loaded without it."""
+    return [file for file in before if before[file] != now.get(file, before[file])]
+
+
+def hash_code(source: bytes) -> str:
+    """A hash of Python code, without comments, docstrings and layout."""
+    return hash_json(_plain(ast.parse(source)))
+
+
+def _plain(node: object) -> object:
+    """A syntax tree as lists. Empty fields are left out, because versions of Python add some."""
+    if isinstance(node, list):
+        return [_plain(child) for child in node if not _is_docstring(child)]
+    if not isinstance(node, ast.AST):
+        return repr(node)
+    fields = [(name, value) for name, value in ast.iter_fields(node) if value not in (None, [])]
+    return [type(node).__name__, [(name, _plain(value)) for name, value in fields]]
+
+
+def _is_docstring(node: object) -> bool:
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)

@@ -262,9 +262,9 @@ class Snapshot:
     def write(self, run_dir: Path, name: str) -> Path:
         """Write RUN/checkpoints/<name> and RUN/logs/cursors/step-<step>.json.gz, and return the
         checkpoint's path. In the saver's thread, while training continues; repeated after an error.
-        A good checkpoint of that name, step and status is kept as it is. OSError with the reason if
-        writing fails: older checkpoints stay unchanged, and no partial checkpoint is left behind.
-        TypeError for a state that is not plain."""
+        A good checkpoint of that name and step is kept as it is, unless it is a stop that has become
+        a halt. OSError with the reason if writing fails: older checkpoints stay unchanged, and no
+        partial checkpoint is left behind. TypeError for a state that is not plain."""
         assert name in (f"checkpoint-{self.step}", f"checkpoint-{self.step}-shutdown", "final"), (
             name
         )
@@ -295,17 +295,24 @@ class Snapshot:
 
 
 def write_sealed(target: Path, head: Mapping[str, Any], contents: Mapping[str, Any]) -> None:
-    """Write and seal a checkpoint, unless a good one of that step and status exists. `head`: the fields of
-    the seal other than its checksums. `contents`: bytes or a plain state for each relative name. An
-    error leaves no partial file."""
+    """Write and seal a checkpoint, unless a good one of that name and step exists that need not give
+    way. `head`: the fields of the seal other than its checksums. `contents`: bytes or a plain state
+    for each relative name. An error leaves no partial file."""
     try:
         existing = verify_checkpoint(target)
     except (FileNotFoundError, NotADirectoryError, ValueError):
         # another OSError may hide a good checkpoint
         existing = None
-    if existing and all(existing.get(name) == head.get(name) for name in ("step", "status")):
-        log.info("%s already exists and is good; it is kept", target)
-        return
+    # where a good checkpoint goes that gives its place to this one: a `final` from before the run was
+    # extended, or the stop at a step that is now known to be the run's halt
+    numbered = None
+    if existing is not None:
+        numbered = target.with_name(f"checkpoint-{existing['step']}")
+        is_same_step = existing["step"] == head["step"]
+        is_same_status = existing.get("status") == head.get("status")
+        if is_same_step and (is_same_status or target == numbered):
+            log.info("%s already exists and is good; it is kept", target)
+            return
     temporary = target.with_name(f".tmp-{target.name}-{os.getpid()}")
     try:
         temporary.mkdir()
@@ -316,10 +323,7 @@ def write_sealed(target: Path, head: Mapping[str, Any], contents: Mapping[str, A
         )
         for folder in sorted({(temporary / name).parent for name in (*files, STATE_NAME)}):
             fsync_dir(folder)
-        if existing is not None:
-            # a good `final`, from before the run was extended, or the stop at a step that is now
-            # known to be the run's halt
-            numbered = target.with_name(f"checkpoint-{existing['step']}")
+        if numbered is not None:
             if os.path.lexists(numbered):
                 delete_checkpoint(numbered)
             os.rename(target, numbered)

@@ -40,9 +40,12 @@ def states(seed):
     }
 
 
-def save(run, step, *, name=None):
+def save(run, step, *, name=None, **seal):
+    """Write a checkpoint with further fields of its seal, such as `status`."""
     rd.open_folders(run)
-    return ckpt.Snapshot(step, **states(step)).write(run, name or f"checkpoint-{step}")
+    of_step = states(step)
+    of_step["trainer_state"] |= seal
+    return ckpt.Snapshot(step, **of_step).write(run, name or f"checkpoint-{step}")
 
 
 def newest(run):

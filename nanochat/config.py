@@ -62,6 +62,7 @@ ORIGIN = "decides how the run begins"
 # what a change does
 ROUNDING = "same data, but not the same bits: "
 
+MAX_SEED = 2**47 - 1  # with 2^16 ranks, 63 bits: what PyTorch's generators take
 MAX_RATE = 10**6  # largest learning rate: far above useful ones, far below those that overflow
 
 
@@ -123,13 +124,19 @@ class RunSettings:
         decides=Decides.STEP,
     )
     seed: int = setting(
-        42, "seed of the initial weights and of the data order", decides=Decides.ROWS
+        42,
+        "seed of the initial weights and of the data order",
+        least=0,
+        most=MAX_SEED,
+        decides=Decides.ROWS,
     )
     data_seed: int | None = setting(
         None,
         "seed of the data order alone (default: --seed)",
         type=int,
         metavar="N",
+        least=0,
+        most=MAX_SEED,
         decides=Decides.ROWS,
     )
     world_size: int = setting(

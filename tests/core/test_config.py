@@ -100,6 +100,11 @@ def test_help_shows_each_flag_with_its_default():
         ),
         (["--num-iterations=-2"], "--num-iterations: got -2, expected at least 1"),
         *(
+            ([f"--{name}={value}"], f"--{name}: got {value}, expected at least 0 and at most")
+            for name in ("seed", "data-seed")
+            for value in (-1, 2**48)
+        ),
+        *(
             ([f"--{name}={10**15}"], f"--{name}: got {10**15}, expected at least 1 and at most")
             for name in (
                 "depth",

@@ -69,14 +69,11 @@ class Guard:
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self.run_dir = run_path(settings.tag)
-        reserve_s = settings.walltime_reserve_seconds
-        end = deadline(
-            settings.max_runtime_seconds, os.environ, time.monotonic(), reserve_s=reserve_s
-        )
+        self._began = time.monotonic()
         self.owner: Owner | None = None
         self.state: RunState | None = None
         self.mirror = Mirror()
-        self._stop = StopWatch(end, reserve_s=reserve_s, run_dir=self.run_dir)
+        self._stop = StopWatch(reserve_s=settings.walltime_reserve_seconds, run_dir=self.run_dir)
         self._dog: Watchdog | None = None
         self._stack = ExitStack()
 
@@ -84,6 +81,7 @@ class Guard:
         with ExitStack() as stack:
             stack.enter_context(self._stop)
             stack.enter_context(stops_if(self.asked))
+            self._stop.deadline = self._deadline()
             if problem := elastic_problem():
                 log.warning("%s", problem)
             self._join(stack)
@@ -102,6 +100,16 @@ class Guard:
 
     def __exit__(self, *error: Any) -> None:
         self._stack.__exit__(*error)
+
+    def _deadline(self) -> float | None:
+        """When the walltime of this launch ends; None without one."""
+        settings = self.settings
+        return deadline(
+            settings.max_runtime_seconds,
+            os.environ,
+            self._began,
+            reserve_s=settings.walltime_reserve_seconds,
+        )
 
     def _join(self, stack: ExitStack) -> None:
         """Find the other processes of this launch, and select the device."""

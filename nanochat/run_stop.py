@@ -151,6 +151,9 @@ class StopWatch:
     main thread: Python lets no other thread set handlers. SIGHUP is left alone if it is ignored, as
     under nohup.
 
+    deadline: what the function `deadline` returns. It may be set inside the context, because SLURM
+    takes seconds to answer.
+
     run_dir: a request to stop that is there now may be a leftover, see `_is_leftover`."""
 
     ended = 0.0  # the uptime at which this process left its last StopWatch
@@ -158,7 +161,8 @@ class StopWatch:
     def __init__(
         self, deadline: float | None = None, *, reserve_s: float = 0.0, run_dir: Path | None = None
     ) -> None:
-        self._deadline, self._reserve_s = deadline, reserve_s
+        self.deadline = deadline
+        self._reserve_s = reserve_s
         self._signals: list[int] = []
         self._previous: dict[int, Any] = {}
         self._previous_wakeup = -1
@@ -276,9 +280,9 @@ class StopWatch:
         if self._last_check is not None:
             self._steps.append(now - self._last_check - self._between_s)
         self._last_check, self._between_s = now, 0.0
-        if not self.asked() and self._deadline is not None:
+        if not self.asked() and self.deadline is not None:
             # enough for another step, one task of each kind, and the last save?
-            left_s = self._deadline - now
+            left_s = self.deadline - now
             if (
                 left_s
                 < max(self._steps, default=0.0) + sum(self._slowest.values()) + self._reserve_s

@@ -409,7 +409,7 @@ def a_step_is_a_second(total_s: float) -> None:
 
     def watched(self: Any, now: float | None = None) -> str:
         self.checks = getattr(self, "checks", 0) + 1
-        return original(self, (self._deadline or 0.0) - total_s + self.checks)
+        return original(self, (self.deadline or 0.0) - total_s + self.checks)
 
     StopWatch.after_step = watched  # type: ignore[method-assign]
 

@@ -499,7 +499,7 @@ def test_a_refusal_shows_values_as_they_are():
     """Regression: "RUN/" in a path became the run's folder."""
     then = replace(RUN, without_documents="/data/MYRUN/list.txt")
     now = replace(RUN, without_documents="/data/MYRUN/other.txt")
-    with pytest.raises(ValueError, match="the run has '/data/MYRUN/list.txt', this launch"):
+    with pytest.raises(ValueError, match=r"the run has '/data/MYRUN/list.txt', this launch"):
         resume_settings(then.to_json(), now, run_dir=RUN_DIR)
 
 

@@ -257,7 +257,7 @@ class Snapshot:
     states: Mapping[str, Any]  # {file name: tensors and plain values}; see `to_host`
     model_config: dict[str, Any]
     cursors: list[dict[str, Any]]  # the JSON states of all lanes, in order
-    trainer_state: dict[str, Any]  # JSON: further fields of the seal, which names no field twice
+    seal: dict[str, Any]  # JSON: further fields of the seal, which names no field twice
 
     def write(self, run_dir: Path, name: str) -> Path:
         """Write RUN/checkpoints/<name> and RUN/logs/cursors/step-<step>.json.gz, and return the
@@ -272,7 +272,7 @@ class Snapshot:
             "format_version": FORMAT_VERSION,
             "step": self.step,
             "architecture_hash": hash_json(self.model_config),
-            **self.trainer_state,
+            **self.seal,
         }
         packed = pack_cursors(self.step, self.cursors)
         contents = {
@@ -376,12 +376,12 @@ def adopt(checkpoint: "Checkpoint", run_dir: Path) -> None:
     checkpoint is ever written twice. OSError if writing fails."""
     head = {
         name: value
-        for name, value in checkpoint.trainer_state.items()
+        for name, value in checkpoint.seal.items()
         if name not in ("files", "checksum")
     }
     packed = pack_cursors(checkpoint.step, checkpoint.cursors)
     contents: dict[str, Any] = {
-        name: checkpoint.path / name for name in checkpoint.trainer_state["files"]
+        name: checkpoint.path / name for name in checkpoint.seal["files"]
     }
     contents |= {CURSORS_NAME: packed, MODEL_CONFIG_NAME: json_bytes(checkpoint.model_config)}
     keep_cursors(run_dir, checkpoint.step, packed)
@@ -450,18 +450,18 @@ class Checkpoint:
     loaded."""
 
     path: Path
-    trainer_state: dict[str, Any]  # the whole seal
+    seal: dict[str, Any]  # the whole seal
     model_config: dict[str, Any]
     cursors: list[dict[str, Any]]  # of all V lanes, in order
 
     @property
     def step(self) -> int:
-        return self.trainer_state["step"]
+        return self.seal["step"]
 
     def load(self, name: str) -> Any:
         """The state in one of its files. ValueError if the seal does not list the file, or if it
         holds anything but tensors and plain values."""
-        if name not in self.trainer_state["files"]:
+        if name not in self.seal["files"]:
             raise ValueError(
                 f"{self.path / STATE_NAME}: does not list {name}; use another checkpoint"
             )
@@ -487,7 +487,7 @@ class Checkpoint:
                 f"start a new run with --model-tag=NAME"
             )
         model.load_state_dict(saved)
-        changed = changed_code(self.trainer_state.get("model_code", {}), code_of(model))
+        changed = changed_code(self.seal.get("model_code", {}), code_of(model))
         if changed:
             print0(
                 f"note: since {self.path} was saved, {', '.join(changed)} changed; if the model computes "
@@ -500,7 +500,7 @@ class Checkpoint:
     def check_architecture(self, model_config: dict[str, Any]) -> None:
         """ValueError with a diff if `model_config` differs from the saved one. Called before
         weights are loaded."""
-        if hash_json(model_config) != self.trainer_state["architecture_hash"]:
+        if hash_json(model_config) != self.seal["architecture_hash"]:
             lines = [
                 f"{name}: the checkpoint has {saved!r}, the model has {ours!r}"
                 for name, saved, ours in differences(self.model_config, model_config)
@@ -513,7 +513,7 @@ class Checkpoint:
     def check_tokenizer(self, fingerprint: str) -> None:
         """ValueError if the checkpoint was trained with a different tokenizer, as its fingerprint
         shows."""
-        expected = self.trainer_state.get("tokenizer_fingerprint", fingerprint)
+        expected = self.seal.get("tokenizer_fingerprint", fingerprint)
         if fingerprint != expected:
             raise ValueError(
                 f"{self.path}: trained with the tokenizer {expected}, got {fingerprint}; put the "

@@ -195,7 +195,7 @@ def restore_random_states(start: Start, device: torch.device) -> None:
     checkpoint = start.checkpoint
     if checkpoint is None:
         return
-    files = checkpoint.trainer_state["files"]
+    files = checkpoint.seal["files"]
     saved = [name for name in files if name.startswith(RNG_NAME.partition("{")[0])]
     if len(saved) != world_size:
         print0(
@@ -289,7 +289,7 @@ class Training:
         """Collective. Compare the digest of the next step with the one that the checkpoint
         predicts. ValueError if they differ. After a clean stop no step is repeated, so nothing else
         would notice that the data has changed."""
-        saved = start.state.get("next_digest")
+        saved = start.seal.get("next_digest")
         digest = None if saved is None else self.next_digest()
         on_rank0(lambda: check_digest(start.run_dir, self.progress.step, digest, saved))
 

@@ -36,7 +36,7 @@ def states(seed):
         },
         "model_config": CONFIG,
         "cursors": [{"lane": i, "row": seed * 3, "ledger": {"web": {"read": i}}} for i in range(4)],
-        "trainer_state": {"tokens": seed * 1000, "version": seed, "tokenizer_fingerprint": "abc"},
+        "seal": {"tokens": seed * 1000, "version": seed, "tokenizer_fingerprint": "abc"},
     }
 
 
@@ -44,7 +44,7 @@ def save(run, step, *, name=None, **seal):
     """Write a checkpoint with further fields of its seal, such as `status`."""
     rd.open_folders(run)
     of_step = states(step)
-    of_step["trainer_state"] |= seal
+    of_step["seal"] |= seal
     return ckpt.Snapshot(step, **of_step).write(run, name or f"checkpoint-{step}")
 
 

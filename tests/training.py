@@ -534,10 +534,10 @@ def state_of(checkpoint: Path) -> dict[str, Any]:
     loaded = checkpoint_module.load_checkpoint(checkpoint)
     kept = {
         k: v
-        for k, v in loaded.trainer_state.items()
+        for k, v in loaded.seal.items()
         if k not in ("wandb_id", "progress", "files", "checksum")
     }
-    progress = {k: v for k, v in loaded.trainer_state["progress"].items() if k != "train_time_s"}
+    progress = {k: v for k, v in loaded.seal["progress"].items() if k != "train_time_s"}
     return {
         "model": as_bytes(loaded.model_state()),
         "optimizer": as_bytes(loaded.optimizer_state()),

@@ -32,7 +32,7 @@ def test_bad_names_and_states_are_refused_and_leave_no_file(tmp_path):
         with pytest.raises(AssertionError, match=name):
             save(tmp_path, 7, name=name)
     for changed, message in (
-        ({"trainer_state": {"x": Path}}, "JSON"),
+        ({"seal": {"x": Path}}, "JSON"),
         ({"states": {"rng/rank_0.pkl": {"numpy": Path("x")}}}, r"rng/rank_0.pkl: .*Path"),
     ):
         with pytest.raises(TypeError, match=message):

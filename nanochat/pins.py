@@ -138,6 +138,63 @@ def fingerprint(manifest: Manifest) -> str:
     return hash_json(pins)
 
 
+class FileGaps(NamedTuple):
+    """How the files of two runs differ."""
+
+    differ: list[str]  # names of files that only one of them reads with this content
+    renamed: list[str]  # "NAME is OTHER NAME": the same content; names decide the order of files
+
+    @property
+    def first(self) -> str:
+        """The first file that differs; without one, what else selects the documents."""
+        if self.differ:
+            return f"{self.differ[0]} differs"
+        if self.renamed:
+            return f"{self.renamed[0]} there"
+        return "other documents of the same files (a list, or an option that selects them)"
+
+
+def compare_files(a: Manifests, b: Manifests) -> FileGaps:
+    """How the files of two runs differ, those for training first."""
+    first = _contents_of_all(a)
+    second = _contents_of_all(b)
+    only_b: dict[object, list[str]] = {}  # {(split, content): names}
+    for (split, name), content in sorted(second.items() - first.items()):
+        only_b.setdefault((split, content), []).append(name)
+    differ: dict[str, None] = {}
+    renamed: dict[str, None] = {}
+    for (split, name), content in sorted(first.items() - second.items()):
+        names = only_b.get((split, content))
+        if names:
+            renamed[f"{name} is {names.pop(0)}"] = None
+        else:
+            differ[name] = None
+    for names in only_b.values():
+        differ |= dict.fromkeys(names)
+    return FileGaps([*differ], [*renamed])
+
+
+def _contents_of_all(manifests: Manifests) -> dict[tuple[str, str], tuple[int, str]]:
+    """{(split, name): content} of the files of a run."""
+    contents = {}
+    for split, buckets in manifests.items():
+        for manifest in buckets.values():
+            for entry in manifest["files"]:
+                contents[split, entry["name"]] = contents_of(entry)
+    return contents
+
+
+def trains_on_same(a: Manifests, b: Manifests) -> bool:
+    """Whether two runs train on the same documents, in files of the same order."""
+    return _training_of(a) == _training_of(b)
+
+
+def _training_of(manifests: Manifests) -> dict[str, object]:
+    """{bucket: what decides its documents and which of them count in the loss}."""
+    buckets = manifests["train"]
+    return {name: (fingerprint(m), m.get("without", {})) for name, m in buckets.items()}
+
+
 # ---- on disk -------------------------------------------------------------------------------------
 
 

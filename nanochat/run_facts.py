@@ -17,7 +17,7 @@ from typing import Any
 from nanochat import seen
 from nanochat.common import counted, duration, few, show, visible
 from nanochat.config import current
-from nanochat.pins import contents_of
+from nanochat.pins import Manifests, contents_of
 from nanochat.run_dir import changes_text, setting_texts
 from nanochat.run_history import history_of
 from nanochat.run_reader import RunReader, Table
@@ -25,6 +25,8 @@ from nanochat.run_settings import setting_tables
 from nanochat.text import Selection
 
 log = logging.getLogger(__name__)
+
+DIFFERENT_TEXT = "different validation text: bits per byte cannot be compared"
 
 # ---- markdown -----------------------------------------------------------------------------------
 
@@ -199,23 +201,26 @@ def event_sentences(run: RunReader) -> list[str]:
     return sentences
 
 
+def validation_text(manifests: Manifests) -> tuple[str, ...]:
+    """What identifies the validation text of a run; () if it has pinned no validation files."""
+    buckets = []
+    for manifest in manifests.get("val", {}).values():
+        files = [(*contents_of(pin), *pin["groups"]) for pin in manifest["files"]]
+        buckets.append(json.dumps([files, Selection.of(manifest).hashed()]))
+    return tuple(sorted(buckets))
+
+
 def validation_note(runs: Sequence[RunReader]) -> str:
     """Why the bits per byte of several runs cannot be compared; "" if they can, or if one of them
     has pinned no validation files."""
-    texts = set()
-    for run in runs:
-        buckets = []
-        for manifest in run.manifests.get("val", {}).values():
-            files = [(*contents_of(pin), *pin["groups"]) for pin in manifest["files"]]
-            buckets.append(json.dumps([files, Selection.of(manifest).hashed()]))
-        texts.add(tuple(sorted(buckets)))
+    texts = {validation_text(run.manifests) for run in runs}
     if () in texts:
         return ""
     amounts = {run.last_config.get("eval_tokens") for run in runs}
     if len(texts) > 1 and any(run.config.get("data_format") != "text" for run in runs):
         return "different validation files: bits per byte can be compared only if their text is the same"
     if len(texts) > 1:
-        return "different validation text: bits per byte cannot be compared"
+        return DIFFERENT_TEXT
     if len(amounts) > 1:
         return (
             "different amounts of validation text (--eval-tokens): bits per byte cannot be compared"

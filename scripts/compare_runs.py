@@ -52,7 +52,7 @@ from nanochat.checkpoint import (
 from nanochat.cli import EXIT_FAILED, Parser, run_main, setup_logging
 from nanochat.common import counted, few, show, table
 from nanochat.dist import VERSIONS
-from nanochat.pins import contents_of
+from nanochat.pins import compare_files
 from nanochat.run_dir import around_difference, changes_text, find_run, is_step, read_cursors
 from nanochat.run_facts import differing_settings, validation_note
 from nanochat.run_history import (
@@ -692,16 +692,6 @@ def same_tokens(a: Side, b: Side) -> list[list[Any]]:
     return rows
 
 
-def files_of(run: RunReader) -> dict[tuple[str, str], tuple[int, str]]:
-    """{(split, name): content} of the files that a run reads."""
-    files = {}
-    for split, buckets in run.manifests.items():
-        for manifest in buckets.values():
-            for pin in manifest["files"]:
-                files[split, pin["name"]] = contents_of(pin)
-    return files
-
-
 def place_of(run: RunReader) -> str:
     """The folders in which a run reads its files."""
     roots = set()
@@ -714,29 +704,18 @@ def data_lines(a: RunReader, b: RunReader) -> list[str]:
     """Which files differ in two runs, or only in their names, which decide their order, and where
     each run reads its data; [] if all files and names are equal. --data-path may be the same: a
     branch of a data set moves on, and a folder changes."""
-    first, second = files_of(a), files_of(b)
-    if not first or not second or first == second:
+    if not a.manifests or not b.manifests:
         return []
-    only_b: dict[object, list[str]] = {}  # {(split, content): names}
-    for (split, name), content in sorted(second.items() - first.items()):
-        only_b.setdefault((split, content), []).append(name)
-    differ: dict[str, None] = {}
-    renamed: dict[str, None] = {}
-    for (split, name), content in sorted(first.items() - second.items()):
-        names = only_b.get((split, content))
-        if names:
-            renamed[f"{name} is {names.pop(0)}"] = None
-        else:
-            differ[name] = None
-    for names in only_b.values():
-        differ |= dict.fromkeys(names)
+    gaps = compare_files(a.manifests, b.manifests)
+    if not gaps.differ and not gaps.renamed:
+        return []
     lines = []
     if place_of(a) != place_of(b):
         lines += [f"data of a: {place_of(a)}", f"data of b: {place_of(b)}"]
-    if differ:
-        lines.append(f"files that differ: {few(differ)}")
-    if renamed:
-        lines.append(f"the same files under other names: {few(renamed)}")
+    if gaps.differ:
+        lines.append(f"files that differ: {few(gaps.differ)}")
+    if gaps.renamed:
+        lines.append(f"the same files under other names: {few(gaps.renamed)}")
     return lines
 
 

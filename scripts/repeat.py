@@ -26,6 +26,10 @@ contain 0. This assumes that differences are normally distributed, which a few p
 Without that assumption, all 2^n ways to flip the signs of the differences are equally likely, so p is
 at least 2 / 2^n: n pairs can be significant only from n = 6 on. With fewer, the verdict says so.
 
+All runs must read the same files: a seed that would be trained on others, because a branch moved on
+or a folder has a new file, is refused before it begins. With `--against`, the training files may
+differ only if the flags name other data than BASE's; the validation text may not.
+
 <base dir>/repeats/NAME.json has the results, seeds and flags. <base dir> is $NANOCHAT_BASE_DIR or
 ~/.cache/nanochat.
 """
@@ -33,29 +37,48 @@ at least 2 / 2^n: n pairs can be significant only from n = 6 on. With fewer, the
 import argparse
 import contextlib
 import math
+import os
 import shlex
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
 import torch
 
 from nanochat.cli import Parser, run_main, whole
-from nanochat.common import get_base_dir, print0, read_json, table, write_json
-from nanochat.config import from_flags
+from nanochat.common import (
+    as_path,
+    begin_launch,
+    get_base_dir,
+    print0,
+    read_json,
+    table,
+    write_json,
+)
+from nanochat.config import Settings, changes_of, flag, from_flags
+from nanochat.files import default_data_path
+from nanochat.pins import Manifests, compare_files, trains_on_same
 from nanochat.run_dir import run_path
-from nanochat.run_facts import validation_note
+from nanochat.run_facts import validation_note, validation_text
+from nanochat.run_order import order_of
 from nanochat.run_reader import RunReader
+from nanochat.text import TextSettings
 from scripts import base_train
 
 SEED_COUNTS = (5, 10, 20)  # numbers of seeds for which the smallest difference is reported
 LEVEL = 0.05  # of significance
 ENOUGH_PAIRS = (
     6  # fewer pairs cannot be significant without assuming a distribution: 2 / 2^5 > LEVEL
+)
+# settings that name the files of a run and select their documents
+OF_FILES = (
+    *("data_path", "val_path", "data_format", "curriculum", "without_documents"),
+    *(f.name for f in fields(TextSettings)),
 )
 RECORD = {"name": str, "vary": str, "seeds": [int], "flags": [str], "bits_per_byte": [float]}
 
@@ -152,17 +175,105 @@ def effect_of(values: Sequence[float], base: Sequence[float]) -> dict[str, Any]:
     }
 
 
+# ---- the data of the runs ------------------------------------------------------------------------
+
+
+def settings_of(flags: Sequence[str]) -> Settings:
+    """The settings that the flags of base_train name, with the data path as a run records it."""
+    settings = from_flags(base_train.parse_args(flags))
+    data_path = os.path.expanduser(as_path(settings.data_path or default_data_path()))
+    return replace(settings, data_path=data_path)
+
+
+def files_now(settings: Settings) -> Manifests:
+    """The files that a new run with these settings would read now."""
+    begin_launch(settings.data_cache)
+    return order_of(settings).pin(settings)
+
+
+def named_changes(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> list[str]:
+    """The settings with which one run names other data than another, from their config.json."""
+    return [name for name in OF_FILES if changes_of(name, theirs.get(name), ours.get(name))]
+
+
+def check_data(
+    first: RunReader,
+    manifests: Manifests,
+    settings: Settings,
+    *,
+    run: str = "",
+    against: bool = False,
+) -> None:
+    """ValueError if a run reads other files than `first` does, so that they cannot be compared.
+
+    `run`: its name; "" for one that has not begun. `against`: whether `first` is a run of the base:
+    then, training files may differ if the command names other data.
+    """
+    if not first.manifests or not manifests:
+        return
+    named = named_changes(first.last_config, settings.to_json()) if against else []
+    if not named and not trains_on_same(first.manifests, manifests):
+        split = "train"
+    elif validation_text(first.manifests) == validation_text(manifests):
+        return
+    elif "data_format" in named:
+        return  # token files may hold the same text; a warning says that nobody has compared it
+    else:
+        split = "val"
+
+    # what differs
+    theirs: Manifests = {split: first.manifests[split]}
+    file = compare_files(theirs, {split: manifests[split]}).first
+    kind = "training" if split == "train" else "validation"
+    who = f"{run} has read" if run else "the next run would read"
+
+    # how to read the same
+    [root, *_] = [manifest["root"] for manifest in theirs[split].values()]
+    keep = f"restore the files that {first.name} read in {root}"
+    if named:
+        names = [pin["name"] for manifest in theirs[split].values() for pin in manifest["files"]]
+        place = f"{root}/{names[0]}" if len(names) == 1 else root
+        keep = f"--val-path={place} is what {first.name} read"
+    elif root.startswith("hf://"):
+        of_val = split == "val" and settings.val_path is not None
+        keep = f"{'--val-path' if of_val else '--data-path'}={root} is what {first.name} read"
+    again = "train the base again" if against else "train all seeds on the present data"
+    if run:
+        again = "train all seeds"
+    raise ValueError(
+        f"{who} other {kind} data than {first.name} ({file}), so their results cannot be compared; "
+        f"{keep}, or {again} under another --name"
+    )
+
+
 # ---- the runs ------------------------------------------------------------------------------------
 
 
 def train_all(
-    name: str, flags: Sequence[str], seeds: Sequence[int], vary: str, *, jobs: int, nproc: int
+    name: str,
+    flags: Sequence[str],
+    seeds: Sequence[int],
+    vary: str,
+    *,
+    first: RunReader | None = None,
+    against: bool = False,
+    jobs: int,
+    nproc: int,
 ) -> list[float]:
     """Train with every seed.
 
-    Returns the final validation bits per byte of each run. ValueError if a run fails.
+    Returns the final validation bits per byte of each run. `first`, `against`: see `check_data`; by
+    default, all read the data of the first seed. ValueError if a run fails or reads other data.
     """
-    settings = from_flags(base_train.parse_args(flags))
+    settings = settings_of(flags)
+    runs = [RunReader(run_path(f"{name}-seed{seed}")) for seed in seeds]
+    begun = [] if settings.resume == "scratch" else [run for run in runs if run.manifests]
+    first = first or next(iter(begun), None)
+    for run in begun:
+        assert first is not None
+        check_data(first, run.manifests, settings, run=run.name, against=against)
+    if first is not None and len(begun) < len(runs) and settings.fork_from is None:
+        check_data(first, files_now(settings), settings, against=against)
     launcher = [sys.executable, "-m"]
     if nproc > 1:
         launcher += ["torch.distributed.run", "--standalone", f"--nproc_per_node={nproc}", "-m"]
@@ -195,9 +306,13 @@ def train_all(
             raise ValueError(
                 f"{tag}: the run has no validation bits per byte; pass --eval-every=N and a new --name"
             )
+        of_first = first or RunReader(runs[0].run_dir)  # which has pinned its files by now
+        check_data(of_first, run.manifests, settings, run=tag, against=against)
         return list(run.val_bpb.values())[-1]
 
     (get_base_dir() / "repeats").mkdir(parents=True, exist_ok=True)
+    if jobs == 1:  # a pool would begin the next run before the error of one ends the command
+        return [train(seed) for seed in seeds]
     with ThreadPoolExecutor(jobs) as pool:
         return list(pool.map(train, seeds))
 
@@ -238,6 +353,15 @@ def print_report(record: dict[str, Any], base: dict[str, Any] | None) -> None:
 
 def digits(value: float) -> str:
     return f"{value:.6f}"
+
+
+def print_differences(base: RunReader, run: RunReader, name: str) -> None:
+    """Print what the data of two runs with equal seeds has to do with their difference."""
+    if note := validation_note([base, run]):
+        print0(f"warning: {note}", "", sep="\n")
+    if base.manifests and run.manifests and not trains_on_same(base.manifests, run.manifests):
+        flags = ", ".join(map(flag, named_changes(base.last_config, run.last_config)))
+        print0(f"note: the training data is not that of {name} ({flags})", "", sep="\n")
 
 
 def print_effect(effect: dict[str, Any]) -> None:
@@ -347,7 +471,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         seeds = base["seeds"]
         vary = base["vary"]
 
-    values = train_all(args.name, flags, seeds, vary, jobs=args.jobs, nproc=args.nproc)
+    first_of_base = None
+    if base is not None:
+        first_of_base, *others = [
+            RunReader(run_path(f"{base['name']}-seed{seed}")) for seed in seeds
+        ]
+        for run in others:
+            check_data(first_of_base, run.manifests, settings_of(flags), run=run.name)
+    values = train_all(
+        args.name,
+        flags,
+        seeds,
+        vary,
+        first=first_of_base,
+        against=base is not None,
+        jobs=args.jobs,
+        nproc=args.nproc,
+    )
     record = {
         "name": args.name,
         "vary": vary,
@@ -359,14 +499,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     if base is not None:
         record["against"] = {"name": base["name"], **effect_of(values, base["bits_per_byte"])}
     if args.rerun:
-        [value] = train_all(f"{args.name}-rerun", flags, seeds[:1], vary, jobs=1, nproc=args.nproc)
+        [value] = train_all(
+            f"{args.name}-rerun",
+            flags,
+            seeds[:1],
+            vary,
+            first=RunReader(run_path(f"{args.name}-seed{seeds[0]}")),
+            jobs=1,
+            nproc=args.nproc,
+        )
         record["rerun_difference"] = value - values[0]
     write_json(folder / f"{args.name}.json", record)
+    if first_of_base is not None:
+        run = RunReader(run_path(f"{args.name}-seed{seeds[0]}"))
+        print_differences(first_of_base, run, args.against)
     print_report(record, base)
-    if base is not None:
-        first_of_each = [run_path(f"{name}-seed{seeds[0]}") for name in (base["name"], args.name)]
-        if note := validation_note([*map(RunReader, first_of_each)]):
-            print0("", f"warning: {note}", sep="\n")
     print0("", f"written: {folder / args.name}.json", sep="\n")
     return 0
 

@@ -26,6 +26,7 @@ from scripts import (
     compare_runs,
     inspect_data,
     receipt,
+    repeat,
     replay,
     tok_shards,
     tok_train,
@@ -146,6 +147,17 @@ def test_a_killed_run_ends_with_the_weights_of_a_downloaded_copy(hub, made, mean
     train()
     assert training.digests() == made.digests and state_of(final()) == made.end
     assert len(training.events("started")) == 2
+
+
+def test_a_seed_on_a_newer_commit_is_refused_and_the_first_one_is_named(hub, made):
+    """Regression: `scripts.repeat` pooled seeds of two commits of a branch."""
+    seed = {"model_tag": "p-seed1", "eval_every": 4, "seed": 1, "data_seed": 1}
+    train(**seed)
+    hub.commit("own/set", newer(made.files))
+    flags = training.flags(**{**RUN, "data_path": SET, "eval_every": 4, "model_tag": None})
+    with pytest.raises(ValueError, match="the next run would read other training data") as error:
+        repeat.main(["--name=p", "--seeds=2", "--", *flags])
+    assert f"--data-path={SET}@{made.commit} is what p-seed1 read" in str(error.value)
 
 
 def fail(hub):

@@ -2,6 +2,7 @@
 tiny runs."""
 
 import math
+import shutil
 import subprocess
 from types import SimpleNamespace
 
@@ -10,6 +11,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from nanochat.common import read_json
+from nanochat.run_dir import list_runs
 from scripts import base_train, repeat
 from tests import training
 
@@ -107,6 +109,91 @@ def test_seeds_of_weights_and_data_vary_separately_and_a_rerun_is_equal(warm_pro
     assert training.losses("d-seed1") != training.losses("w-seed1")
 
 
+# ---- the data of the runs ------------------------------------------------------------------------
+
+
+def refused(*words, **changed):
+    """The error of the command, which starts no run."""
+    before = list_runs()
+    with pytest.raises(ValueError, match="so their results cannot be compared") as error:
+        repeat.main([*words, "--", *training.flags(**{**changed, "model_tag": None})])
+    assert list_runs() == before
+    return str(error.value)
+
+
+@pytest.fixture
+def fixed_val(workplace):
+    """A path of validation files outside of the training data."""
+    (workplace / "val").mkdir()
+    return shutil.move(workplace / "data" / "shard_3.parquet", workplace / "val")
+
+
+def add_file(workplace, name):
+    training.write_shard(workplace / "data" / name, training.texts(96, seed=7))
+
+
+@pytest.mark.parametrize("words", [["--seeds=2", "--rerun"], ["--seeds=3"]])
+def test_a_seed_that_would_read_a_new_training_file_is_refused_before_it_begins(
+    warm_processes, capfd, workplace, fixed_val, words
+):
+    """Regression: seeds on other data were pooled, and their spread was called seed noise."""
+    command(capfd, "--name=p", "--seeds=2", val_path=fixed_val)
+    add_file(workplace, "shard_1b.parquet")
+    error = refused("--name=p", *words, val_path=fixed_val)
+    assert "the next run would read other training data than p-seed1 (shard_1b.parquet dif" in error
+    assert f"restore the files that p-seed1 read in {workplace / 'data'}, or" in error
+    assert "under another --name" in error
+
+
+def test_a_variant_that_would_read_a_new_training_file_is_refused_before_it_begins(
+    warm_processes, capfd, workplace, fixed_val
+):
+    """Regression: the difference was said to be that of the changed flag."""
+    command(capfd, "--name=base", "--seeds=2", val_path=fixed_val)
+    add_file(workplace, "shard_1b.parquet")
+    error = refused("--name=v", "--against=base", val_path=fixed_val, matrix_lr=0.1)
+    assert "other training data than base-seed1 (shard_1b.parquet differs)" in error
+    assert "train the base again under another --name" in error
+
+
+def test_a_variant_may_name_other_training_data_but_no_other_validation_text(
+    warm_processes, capfd, workplace
+):
+    command(capfd, "--name=base", "--seeds=2")
+    more = shutil.copytree(workplace / "data", workplace / "more")
+    training.write_shard(more / "shard_9.parquet", training.texts(96, seed=7))
+    error = refused("--name=v", "--against=base", data_path=more)
+    val = workplace / "data" / "shard_3.parquet"
+    assert f"--val-path={val} is what base-seed1 read" in error and "shard_3" in error
+    _, out = command(capfd, "--name=v", "--against=base", data_path=more, val_path=val)
+    note = "note: the training data is not that of base (--data-path, --val-path)"
+    assert 0 < out.index(note) < out.index("mean difference")
+
+
+def test_seeds_that_read_other_data_are_not_pooled(warm_processes, capfd):
+    """Regression: they were, if they had been trained before."""
+    command(capfd, "--name=p", "--seeds=3")
+    manifest = training.run_dir("p-seed2") / "data_manifest.json"
+    manifest.write_text(manifest.read_text().replace('"footer": "', '"footer": "0', 1))
+    error = refused("--name=p", "--seeds=3")
+    assert "p-seed2 has read other training data than p-seed1 (shard_0.parquet differs)" in error
+    assert "p-seed2 has read" in refused("--name=v", "--against=p")
+
+
+def test_after_a_run_that_failed_no_other_one_begins(monkeypatch):
+    """Regression: the next seed was trained to its end before the error was printed."""
+    commands = []
+
+    def fail(command, **kwargs):
+        commands.append(command)
+        return SimpleNamespace(returncode=1)
+
+    monkeypatch.setattr(subprocess, "run", fail)
+    with pytest.raises(ValueError, match="f-seed1: the run ended with exit code 1"):
+        repeat.main(["--name=f", "--seeds=3", "--", *training.flags(model_tag=None)])
+    assert len(commands) == 1
+
+
 def test_flags_of_a_run_without_their_separator_are_explained(capfd):
     with pytest.raises(SystemExit):
         repeat.parse_args(["--seeds=3", "--depth=1"])
@@ -131,4 +218,5 @@ def test_a_change_is_paired_with_the_seeds_of_its_base_and_finished_runs_are_reu
     assert ("this difference may be noise" in out) == (change["against"]["p"] > repeat.LEVEL)
     assert "mean difference from base" in out and "warning: different" not in out
     _, out = command(capfd, "--name=less", "--against=base", eval_tokens=training.T)
-    assert "warning: different amounts of validation text (--eval-tokens)" in out
+    warning = "warning: different amounts of validation text (--eval-tokens)"
+    assert 0 < out.index(warning) < out.index("mean difference")

@@ -27,7 +27,7 @@ from nanochat.run_settings import (
     ends_early,
     estimate_memory,
 )
-from nanochat.splits import describe_split, files_of, last_file_validates
+from nanochat.splits import describe_split, files_of, last_file_validates, or_divide
 from nanochat.start_run import Run, Start
 
 WIDTH = 100  # characters of a line
@@ -70,7 +70,8 @@ def print_split(run: Run) -> None:
     )
     unseen = [bucket for bucket in train if bucket not in val]
     if unseen and val.keys() & train.keys():
-        why = "no validation file of its own; --val-fraction=0.05 takes some of each file"
+        names = [file.name for file in files_of(train)]
+        why = f"no validation file of its own; name one with --val-path{or_divide(names, 0.05)}"
         if settings.fork:
             why = "a fork is evaluated like its parent; --val-path names other data"
         print0(f"not evaluated: {few(unseen)} ({why})")

@@ -17,7 +17,7 @@ file `test.parquet` or a bucket `dev/` is ordinary data.
 
 import re
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
@@ -348,8 +348,8 @@ def _take_last_files(
             last[bucket] = file
     if not val and not last:
         raise ValueError(
-            f"{data}: {_too_few(train)}; add one, name validation data with --val-path, or divide its "
-            f"documents with --val-fraction=0.01"
+            f"{data}: {_too_few(train)}; add one, or name validation data with --val-path"
+            f"{or_divide(chain.from_iterable(train.values()), 0.01)}"
         )
     if val and not by_bucket:
         return {"train": train, "val": val}
@@ -366,6 +366,14 @@ def _take_last_files(
     return {"train": rest, "val": for_val}
 
 
+def or_divide(files: Iterable[AnyPath | str], share: float) -> str:
+    """The end of a remedy: to divide the documents of text files; "" for token files, which
+    --val-fraction does not divide."""
+    if all(str(file).endswith(".bin") for file in files):
+        return ""
+    return f", or use {share:.0%} of the documents of every file with --val-fraction={share}"
+
+
 def _check_val_folders(root: AnyPath) -> None:
     """FileNotFoundError or ValueError unless exactly one folder beside root/train is for
     validation."""
@@ -374,7 +382,7 @@ def _check_val_folders(root: AnyPath) -> None:
         test = " (test/ is used for neither)" if is_folder(root / "test") else ""
         raise FileNotFoundError(
             f"{root}: it has train/ but no val/{test}; name validation data with --val-path, "
-            f"or divide the documents of train/ with --val-fraction=0.01"
+            f"or if it is text, divide the documents of train/ with --val-fraction=0.01"
         )
     if len(folders) > 1:
         names = " and ".join(f"{folder.name}/" for folder in folders)
@@ -413,8 +421,8 @@ def _held_out(
     rest = {bucket: files for bucket, files in rest.items() if files}
     if not rest:
         raise ValueError(
-            f"--val-path: it holds all training files of {data}; name files that are only for validation, or "
-            f"divide them with --val-fraction=0.05"
+            f"--val-path: it holds all training files of {data}; name files that are only for validation"
+            f"{or_divide(chain.from_iterable(train.values()), 0.05)}"
         )
     return rest
 
@@ -502,11 +510,15 @@ def describe_split(
     if odd and chosen:
         stated = stated_splits([PurePosixPath(file.name) for file in (*train, *val)])
         if "val" not in stated.values():
-            cost = ", which copies all files to this machine" if remote else ""
+            instead = or_divide([file.name for file in (*train, *val)], 0.05)
+            if not instead:
+                instead = ", such as the folder val/ that scripts.tok_shards writes beside train/"
+            elif remote:
+                instead += ", which copies all files to this machine"
             which = "the last file" if len(val) == 1 else "the last file of each bucket"
             lines.append(
                 f"warning: {which} is used for validation, but {', and '.join(odd)}; name validation "
-                f"data with --val-path, or use 5% of the documents of every file with --val-fraction=0.05{cost}"
+                f"data with --val-path{instead}"
             )
     return lines
 

@@ -208,6 +208,17 @@ def test_the_lines_about_a_split_warn_if_it_looks_accidental(train, val, how, ex
         assert re.search(pattern, line), line
 
 
+def test_no_advice_about_token_files_names_a_flag_that_only_text_has(tmp_path):
+    """Regression: the warning named --val-fraction, which was refused then."""
+    files = [DataFile(f"web/{i}.bin", 100, 10) for i in range(4)]
+    *_, warning = describe_split(files[:3], files[3:], chosen=True)
+    assert "25.0% of all bytes" in warning and "--val-path, such as the folder val/" in warning
+    write_pair(tmp_path / "web" / "0", [[1, BOS]])
+    with pytest.raises(ValueError, match="only one data file.*--val-path") as error:
+        split_train_val(data_at(tmp_path), data_format="shards")
+    assert "--val-fraction" not in f"{warning}{error.value}"
+
+
 # ---- token files: folders, and prefixes of pairs -------------------------------------------------
 
 

@@ -5,8 +5,9 @@ Compare runs of many sizes: tables, and size and data as power laws of compute.
     python -m scripts.sweep d12 d16 d20 --out=results
 
 Each completed run gets a row in results.csv: depth, parameters, tokens, FLOPs, bits per byte, CORE
-if it was evaluated, tokens/s (of the median step), and peak memory on a GPU. Other runs are skipped
-with a note.
+if it was evaluated, tokens/s (of the median step), and peak memory on a GPU. Tokens, FLOPs and time
+of a fork count those of its ancestors, too; tokens/s is that of its own steps. Other runs are
+skipped with a note.
 
     miniseries     one run per size, at one ratio of tokens to parameters: each run is a point
     scaling laws   several sizes per budget of FLOPs (--target-flops): the minimum of a parabola of bits per byte in
@@ -42,6 +43,7 @@ from nanochat.cli import Parser, run_main
 from nanochat.common import check_shape, counted, hash_json, print0, table, write_bytes
 from nanochat.pins import fingerprint
 from nanochat.run_dir import CONFIG_NAME, find_run, list_runs
+from nanochat.run_facts import validation_note
 from nanochat.run_reader import RunReader
 
 COLUMNS = (
@@ -235,10 +237,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     args = parse_args(argv)
     rows = []
+    runs = []
     for run_dir in map(find_run, dict.fromkeys(args.runs)):
         row = read_row(run_dir)
         if row is not None:
             rows.append(row)
+            runs.append(RunReader(run_dir))
             continue
         print0(f"skipped: {run_dir.name} has not completed; the command that started it resumes it")
     if not rows:
@@ -253,6 +257,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         points = [row | {"how": "a run"} for row in rows]
     else:
         laws = [power_law(points, what) for what in ("params_scaling", "tokens")]
+
+    # what to know about the figures
+    if text := validation_note(runs):
+        print0(f"warning: {text}", "", sep="\n")
+    if any(run.fork for run in runs):
+        print0(
+            "note: tokens, flops and train_time_s of a fork count those of its ancestors, too; tokens_per_s is "
+            "that of its own steps",
+            "",
+            sep="\n",
+        )
 
     # the tables
     args.out.mkdir(parents=True, exist_ok=True)

@@ -214,7 +214,7 @@ def test_no_advice_about_token_files_names_a_flag_that_only_text_has(tmp_path):
     *_, warning = describe_split(files[:3], files[3:], chosen=True)
     assert "25.0% of all bytes" in warning and "--val-path, such as the folder val/" in warning
     write_pair(tmp_path / "web" / "0", [[1, BOS]])
-    with pytest.raises(ValueError, match="only one data file.*--val-path") as error:
+    with pytest.raises(ValueError, match=r"only one data file.*--val-path") as error:
         split_train_val(data_at(tmp_path), data_format="shards")
     assert "--val-fraction" not in f"{warning}{error.value}"
 

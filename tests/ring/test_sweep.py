@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from nanochat.common import write_json
+from nanochat.common import read_json, write_json
 from nanochat.run_dir import read_config
 from scripts import base_train, sweep
 from tests import training
@@ -84,6 +84,30 @@ def test_runs_without_a_sweep_get_a_table_but_no_laws(runs, tmp_path, tags, why,
     assert f"no laws: {why}" in output and "FLOPs^" not in output
     assert len((tmp_path / "results.csv").read_text().splitlines()) == 1 + len(tags)
     assert (tmp_path / "fit.csv").read_text().splitlines() == [",".join(sweep.LAW_COLUMNS)]
+
+
+def test_different_validation_text_is_named_above_the_table(runs, tmp_path, capsys):
+    """Regression: bits per byte that cannot be compared were in one table without a word."""
+    other = shutil.copytree(runs / "runs" / "s_large", tmp_path / "other")
+    manifest = read_json(other / "data_manifest.json", dict)
+    manifest["val"]["data"]["files"][0]["footer"] += "0"
+    write_json(other / "data_manifest.json", manifest)
+    warning = "warning: different validation text: bits per byte cannot be compared"
+    assert sweep.main(["s_small", str(other), f"--out={tmp_path}"]) == 0
+    assert 0 <= (output := capsys.readouterr().out).find(warning) < output.index("val_bpb")
+    assert sweep.main(["s_small", "s_large", f"--out={tmp_path}"]) == 0
+    assert warning not in (output := capsys.readouterr().out) and "ancestors" not in output
+
+
+def test_what_the_figures_of_a_fork_count_is_said(runs, tmp_path, capsys):
+    forked = {"fork_from": "s_large", "model_tag": "forked", "num_iterations": 7}
+    assert training.run(**{**training.SMALL, "aspect_ratio": 36, **forked}).code == 0
+    assert sweep.main(["s_large", "forked", f"--out={tmp_path}"]) == 0
+    note = (
+        "train_time_s of a fork count those of its ancestors, too; tokens_per_s is that of its own"
+    )
+    assert note in capsys.readouterr().out
+    shutil.rmtree(runs / "runs" / "forked")
 
 
 def synthetic_runs(budgets, sizes):

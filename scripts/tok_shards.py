@@ -35,6 +35,7 @@ from nanochat.files import DataPath, data_at, no_such_data
 from nanochat.pretokenize import TOKENIZER, Input, Pretokenizer, Windows, describe_tokenizer
 from nanochat.splits import find_splits, last_of, split_train_val
 from nanochat.text import SUFFIXES, Selection, add_text_flags, text_suffix
+from nanochat.text_kinds import read_documents
 from nanochat.tokenizer import (
     add_tokenizer_flags,
     default_tokenizer,
@@ -43,6 +44,7 @@ from nanochat.tokenizer import (
 )
 
 OUTPUTS = {"gpts": "shards", "megatron": "megatron"}  # --format: the --data-format that reads it
+TRIED = 3  # number of inputs of which one must be readable before any is converted
 SHOWN = 10  # maximum number of broken lines listed per input, and of missing inputs listed
 
 
@@ -180,6 +182,20 @@ def deal(inputs: Sequence[Input], num_tasks: int) -> list[list[Input]]:
     return tasks
 
 
+def check_readable(inputs: Sequence[Input], selection: Selection) -> None:
+    """ValueError of the first input if none of the first few can be read: their column of text has
+    another name, say. A single bad input fails later, alone."""
+    errors = []
+    for i in inputs[:TRIED]:
+        try:
+            next(read_documents(i.path, selection.for_split(i.split)), None)
+            return
+        except ValueError as e:
+            errors.append(e)
+    if errors:
+        raise errors[0]
+
+
 def make_pairs(job: Pretokenizer, mine: Sequence[Input], num_workers: int) -> bool:
     """Make the unfinished pairs of a task, under a progress bar, and print totals, skipped lines
     and failures. Returns whether no input failed."""
@@ -276,6 +292,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.finish:
         return 0 if finish(job) else 1
     mine = deal(inputs, args.num_tasks)[args.task_index]
+    check_readable(mine, selection)
     with sigterm_interrupts():
         try:
             job.prepare()

@@ -134,6 +134,15 @@ def test_names_may_be_as_long_as_the_file_system_allows(tmp_path, tokenizer):
     assert len(list((tmp_path / "out").rglob("*.bin"))) == 3
 
 
+def test_a_wrong_column_is_one_sentence_before_anything_is_converted(tmp_path, tokenizer, capsys):
+    """Regression: two lines for each input, then advice to run the same command again."""
+    for n in range(4):
+        write_parquet(tmp_path / "raw" / f"{n}.parquet", some_texts(25))
+    with pytest.raises(ValueError, match=r"\.parquet: no `txt` column, only \['text'\]; name"):
+        run(tmp_path / "raw", tmp_path / "out", tokenizer, "--text-field=txt")
+    assert not (tmp_path / "out").exists() and not capsys.readouterr().err
+
+
 def test_inputs_without_any_text_fail(tmp_path, tokenizer, capsys):
     for n in range(2):
         write_jsonl(tmp_path / "raw" / f"{n}.jsonl", [""] * 10)

@@ -716,10 +716,14 @@ def ledger_table(
         cropped = f"{100 * token_share(account, 'cropped'):.2f}"
         rows.append((bucket, *(account[name] for name in LEDGER), cropped))
     text = (
-        f"Ledger after {step:,} steps, in tokens. {verdict}\nA row has T + 1 = {T + 1:,} tokens, because inputs "
-        f"and targets overlap. Emitted tokens are in rows; pending ones are not yet.\n'bos' counts inserted "
-        f"tokens, 'repeated' the overlap of windows. 'cropped %' is a share of emitted + cropped;\n'epochs': "
-        f"completed by at least one lane."
+        f"Ledger after {step:,} steps, in tokens. {verdict}\n"
+        f"A row has T + 1 = {T + 1:,} tokens, because inputs and targets overlap. "
+        f"'documents': number of those that a packer took\n"
+        f"in; 'read': their tokens, before any of them is in a row. "
+        f"'bos': inserted tokens; 'repeated': the overlap of windows;\n"
+        f"'emitted': in rows; 'cropped': dropped; 'pending': not in rows yet; "
+        f"'padded': in rows, of no document. 'rows': packed;\n"
+        f"'epochs': completed by at least one lane; 'cropped %': share of emitted + cropped."
     )
     if note:
         text += f"\n{note}"

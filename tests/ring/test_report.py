@@ -11,7 +11,7 @@ import pytest
 from nanochat.checkpoint import load_checkpoint
 from nanochat.common import duration, show, write_json
 from nanochat.run_dir import read_config
-from nanochat.run_reader import RunReader
+from nanochat.run_reader import RunReader, ledger_table
 from nanochat.stream import LEDGER, ledger, token_share
 from scripts import page, report
 from scripts.report import fenced, make_report, markdown
@@ -132,6 +132,23 @@ def test_every_figure_is_the_one_on_disk(run):
         "digest of the batch of step 7": [f"`{steps[7]['digest']}`"],
     }.items():
         assert found[name] == expected, name
+
+
+def test_tokens_with_loss_are_those_of_the_recorded_rows(run):
+    """Regression: a run without buckets had no such line, although windows repeat tokens."""
+    assert "of these, with loss" not in rows(make_report(RunReader(run)))
+    losses = RunReader(run).row_losses
+    nats, live = losses.read(3)
+    losses.write(3, nats, live - 2)
+    found = rows(make_report(RunReader(run)))
+    assert found["of these, with loss"] == [show(8 * training.STEP - 2 * len(live))]
+
+
+def test_the_legend_of_the_ledger_has_every_column(run):
+    """Regression: `read` and `documents` were not explained."""
+    text, columns, _ = ledger_table(*RunReader(run).ledger())
+    assert [name for name in columns[1:] if f"'{name}':" not in text] == []
+    assert max(map(len, text.splitlines())) <= 120
 
 
 def test_a_setting_at_its_default_is_only_in_the_list_of_those(run):

@@ -743,11 +743,17 @@ class Notice(NamedTuple):
 
 
 def resume_settings(
-    run: Mapping[str, Any], command: Settings, *, run_dir: Path
+    run: Mapping[str, Any],
+    command: Settings,
+    *,
+    run_dir: Path,
+    newest: Mapping[str, Any] | None = None,
 ) -> tuple[Settings, dict[str, Notice]]:
     """(settings, {changed setting: notice}) for a command that resumes the run in `run_dir`, whose
-    config.json holds `run`. Automatic settings of the command take the run's values. ValueError
-    lists the changes that are not allowed."""
+    config.json holds `run`. Automatic settings of the command take the run's values. `newest`:
+    `config_at` the newest launch, from which a setting may go back to the run's. ValueError lists
+    the changes that are not allowed."""
+    last = Settings.from_json(run if newest is None else newest)
     then, now = Settings.from_json(run), command.to_json()
     # with another --order, which is refused, only the common settings can be compared
     known = fields_of(type(then) if type(then) is type(command) else Settings)
@@ -763,9 +769,11 @@ def resume_settings(
         decides = f.metadata["decides"]
         note = f.metadata["note"].replace("RUN/", f"{run_dir}/")
         differing = changes_of(name, before, after)
-        longer = _longer_last_phase(then.mix, command.mix) if name == "curriculum" else ""
-        if longer:
-            notices[name] = Notice(longer, HORIZON)
+        if name == "curriculum":
+            longer = _longer_last_phase(last.mix, command.mix)
+            longer = longer or _longer_last_phase(then.mix, command.mix)
+            if longer:
+                notices[name] = Notice(longer, HORIZON)
         if differing and decides:
             can_init = can_init and Decides.WEIGHTS not in decides
             can_fork = can_fork and not is_kept_by_forks(name, decides)
@@ -773,6 +781,12 @@ def resume_settings(
                 f"{what}: the run has {old!r}, this launch {new!r}" for what, old, new in differing
             ]
             refused.append("\n  ".join(lines) + f" ({note})")
+        elif note and (since_last := changes_of(name, getattr(last, name), after)):
+            [(what, old, new)] = since_last
+            whose = "the run started with"
+            if getattr(last, name) != before:
+                whose = "the launch before had"
+            notices[name] = Notice(f"{what}: {whose} {old!r}, this launch has {new!r}", note)
         elif differing:
             [(what, old, new)] = differing
             change = f"{what}: the run started with {old!r}, this launch has {new!r}"

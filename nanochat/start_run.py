@@ -356,10 +356,15 @@ def _inspect(
         read_bundle(max_per_task=settings.core_metric_max_per_task)
     config = dict[str, Any]()
     notices = dict[str, Notice]()
+    lengths = set()  # of the run's first launch, and of its newest
     if exists and not scratch:
         config = read_config(run_dir)
-        settings = keep_length(settings, config_at(run_dir, math.inf), named)
-        settings, notices = resume_settings(config, settings, run_dir=run_dir)
+        newest = config_at(run_dir, math.inf)
+        settings = keep_length(settings, newest, named)
+        settings, notices = resume_settings(config, settings, run_dir=run_dir, newest=newest)
+        started = newest_events(run_dir, math.inf).get("started", {})
+        first_length = config.get("derived", {}).get("num_iterations")
+        lengths = {first_length, started.get("num_iterations", first_length)}
     checkpoint = None if scratch else _own_checkpoint(run_dir, settings.resume)
     origin = parent = None
     if checkpoint is None:
@@ -378,7 +383,7 @@ def _inspect(
         device_memory(device, settings.world_size),
         manifests.get("train"),
     )
-    if config.get("derived", {}).get("num_iterations") == horizon.num_iterations:
+    if lengths == {horizon.num_iterations}:
         # such as --num-iterations with the length that a curriculum has
         notices = {name: notice for name, notice in notices.items() if name not in LENGTH}
     if parent is not None:

@@ -392,6 +392,16 @@ def test_settings_of_place_and_speed_may_change_and_change_no_bit(reference, wor
     assert ours["model"] == theirs["model"] and ours["optimizer"] == theirs["optimizer"]
 
 
+def test_a_launch_that_goes_back_to_the_first_length_says_what_the_one_before_had(reference):
+    """Regression: it was compared with the first launch alone, so it was silent."""
+    training.take_over(reference["path"], "checkpoint-8")
+    began = f"changed: --num-iterations: the run started with {STEPS}, this launch has 9 (moves"
+    assert began in succeed(num_iterations=9).out
+    back = f"changed: --num-iterations: the launch before had 9, this launch has {STEPS} (moves"
+    assert back in succeed(num_iterations=STEPS).out
+    assert "num_iterations" not in training.events("started")[-1]["changed"], "against the first"
+
+
 # ---- wandb ---------------------------------------------------------------------------------------
 
 

@@ -45,6 +45,7 @@ from nanochat.run_dir import (
     CONFIG_NAME,
     checkpoint_folders,
     config_at,
+    curriculum_text,
     find_run_at,
     read_config,
     run_path,
@@ -777,9 +778,10 @@ def resume_settings(
         if differing and decides:
             can_init = can_init and Decides.WEIGHTS not in decides
             can_fork = can_fork and not is_kept_by_forks(name, decides)
-            lines = [
-                f"{what}: the run has {old!r}, this launch {new!r}" for what, old, new in differing
-            ]
+            lines = []
+            for what, *values in differing:
+                old, new = [curriculum_text(value) or repr(value) for value in values]
+                lines.append(f"{what}: the run has {old}, this launch {new}")
             refused.append("\n  ".join(lines) + f" ({note})")
         elif note and (since_last := changes_of(name, getattr(last, name), after)):
             [(what, old, new)] = since_last

@@ -23,7 +23,7 @@ checkpoint: a run resumes only with the same data.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import NamedTuple, NotRequired, TypedDict
 
@@ -258,11 +258,18 @@ class Listed(NamedTuple):
     row: int | None  # None: all of the file's
 
 
-def _parse_line(line: str, counts: Mapping[str, int], where: str) -> Listed:
+def _parse_line(
+    line: str, counts: Mapping[str, int], where: str, val_files: Collection[str]
+) -> Listed:
     """A line FILE:DOC or FILE:*. `counts`: {file: its documents}. ValueError, which begins with
     `where`, if there is no such document."""
     name, _, row = line.rpartition(":")
     names_documents = row == "*" or row.isdecimal()
+    if names_documents and name not in counts and name in val_files:
+        raise ValueError(
+            f"{where}: {name} is for validation here, and only training documents can be left out; remove the "
+            f"line, or make the list again with scripts.validate --decontaminate"
+        )
     if name not in counts or not names_documents:
         raise ValueError(
             f"{where}: expected FILE:DOC or FILE:*, where FILE is a training file such as "
@@ -285,11 +292,14 @@ def version_line(entry: Pin) -> str:
     return f"# of {entry['name']}, version {entry['footer']}"
 
 
-def leave_out(buckets: Mapping[str, Manifest], list_path: AnyPath | str) -> dict[str, Manifest]:
+def leave_out(
+    buckets: Mapping[str, Manifest], list_path: AnyPath | str, val: Mapping[str, Manifest]
+) -> dict[str, Manifest]:
     """Turn off the targets of the documents that a text file lists: the training manifests get
     "without": {file: numbers of documents}, where None means all of them. Blank lines and lines
     that begin with # are skipped, but for `version_line`s. ValueError names a line without a valid
-    document, and a file that is another version than the list's."""
+    document, such as one of the validation files `val`, and a file that is another version than the
+    list's."""
     counts: dict[str, int] = {}
     bucket_of: dict[str, str] = {}  # the first bucket with a file of this name
     versions: dict[str, str] = {}
@@ -301,6 +311,7 @@ def leave_out(buckets: Mapping[str, Manifest], list_path: AnyPath | str) -> dict
                 bucket_of[name] = bucket
                 versions[name] = entry["footer"]
 
+    val_files = {entry["name"] for manifest in val.values() for entry in manifest["files"]}
     listed: dict[str, set[int] | None] = {}
     try:
         lines = local_copy(as_path(list_path)).read_text().splitlines()
@@ -318,7 +329,7 @@ def leave_out(buckets: Mapping[str, Manifest], list_path: AnyPath | str) -> dict
             )
         if not line or line.startswith("#"):
             continue
-        name, row = _parse_line(line, counts, f"{list_path}: line {number}: {line}")
+        name, row = _parse_line(line, counts, f"{list_path}: line {number}: {line}", val_files)
         if row is None:
             listed[name] = None
             continue

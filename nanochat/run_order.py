@@ -106,7 +106,9 @@ class LaneOrder:
             selection=selection,
         )
         if settings.without_documents is not None:
-            manifests["train"] = leave_out(manifests["train"], settings.without_documents)
+            manifests["train"] = leave_out(
+                manifests["train"], settings.without_documents, manifests["val"]
+            )
         return manifests
 
     def check(self, settings: Settings, sources: Mapping[str, Source]) -> None:

@@ -25,6 +25,7 @@ from nanochat.config import (
 )
 from nanochat.integrations.megatron_settings import MegatronSettings
 from nanochat.old_flags import OLD_FLAGS
+from nanochat.run_dir import curriculum_text
 from scripts.base_train import EVERYDAY
 from tests.spec.test_config import MIX, RUN, RUN_DIR, RUNS, changed, parse
 
@@ -440,6 +441,14 @@ def test_the_notation_and_last_duration_of_a_curriculum_may_change():
     with pytest.raises(ValueError) as caught:
         resume_settings(then.to_json(), replace(RUN, curriculum=more), run_dir=RUN_DIR)
     assert "--curriculum: number of phases: the run has 1, this launch 2 (" in str(caught.value)
+
+
+def test_a_curriculum_that_one_of_two_launches_lacks_is_told_in_words():
+    """Regression: it was a Python dict."""
+    with pytest.raises(ValueError) as caught:
+        resume_settings(RUN.to_json(), replace(RUN, curriculum=MIX), run_dir=RUN_DIR)
+    words = f"--curriculum: the run has None, this launch {curriculum_text(MIX)} ("
+    assert words in str(caught.value) and "{" not in words
 
 
 def test_the_change_of_a_curriculum_is_told_in_the_words_of_its_file():

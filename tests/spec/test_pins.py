@@ -52,7 +52,7 @@ def test_leaving_out_documents_changes_neither_the_given_manifests_nor_the_finge
     pin = {"name": "a.parquet", "size": 1, "footer": "f", "groups": [4, 4]}
     whole = {"web": {"root": "/disk", "files": [pin]}}
     (tmp_path / "list.txt").write_text("a.parquet:7\na.parquet:0\n")
-    listed = leave_out(whole, tmp_path / "list.txt")
+    listed = leave_out(whole, tmp_path / "list.txt", {})
     assert listed["web"]["without"] == {"a.parquet": [0, 7]}
     assert bare(listed) == whole and "without" in listed["web"]
     assert fingerprint(listed["web"]) == fingerprint(whole["web"])
@@ -64,9 +64,9 @@ def test_a_list_for_another_version_of_a_file_is_refused(tmp_path):
     whole = {"web": {"root": "/disk", "files": [pin]}}
     listed = tmp_path / "list.txt"
     listed.write_text(f"{version_line(pin)}\na.parquet:7\n")
-    assert leave_out(whole, listed)["web"]["without"] == {"a.parquet": [7]}
+    assert leave_out(whole, listed, {})["web"]["without"] == {"a.parquet": [7]}
     listed.write_text(f"{version_line({**pin, 'footer': 'f00d'})}\na.parquet:7\n")
     with pytest.raises(
         ValueError, match=r"line 1: the list was made for another version of a\.parquet"
     ):
-        leave_out(whole, listed)
+        leave_out(whole, listed, {})

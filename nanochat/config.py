@@ -562,6 +562,12 @@ def is_kept_by_forks(name: str, decides: Decides) -> bool:
     return is_of_weights_or_order and name not in (*OF_ROWS, "total_batch_size", "pack")
 
 
+def is_of_launch(name: str, f: Field) -> bool:
+    """Whether a setting says how a launch runs, such as its walltime, and changes no step."""
+    is_silent = not f.metadata["decides"] and not f.metadata["note"]
+    return is_silent and name not in ("data_path", "val_path")
+
+
 def flag(name: str) -> str:
     """The flag of a setting; for a switch that is on by default, the flag that turns it off; for a
     setting without a flag, its name."""

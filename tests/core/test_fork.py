@@ -85,6 +85,13 @@ def test_its_config_records_the_parent_and_that_nothing_changes():
     assert record["tokens"] == theirs.seal["tokens"]
 
 
+def test_its_record_does_not_name_the_settings_of_a_launch():
+    """Regression: a walltime was listed as a change, in every report."""
+    out = fork(max_runtime_seconds=1e5, walltime_reserve_seconds=1, save_every=3, plan="warn").out
+    assert read_config(training.run_dir("child"))["fork"]["changes"] == {}
+    assert "nothing changed" in out
+
+
 def test_its_record_does_not_name_a_length_that_is_its_parents():
     """Regression: it did if the parent's length followed from another setting."""
     ratio = {"target_param_data_ratio": 0.2}
@@ -270,6 +277,18 @@ def lanes_of(tag, steps):
             pieces = [[p["file"], p["document"], p["start"], p["stop"]] for p in row["documents"]]
             lanes.setdefault(row["lane"], []).append(pieces)
     return lanes
+
+
+def test_a_fork_that_raises_the_rate_at_once_says_so():
+    """Regression: a fork at the end of a warmdown went from x0.05 to x1 without a word."""
+    training.succeed(model_tag="fell", warmup_steps=1, num_iterations=4, warmdown_steps=3)
+    longer = {"num_iterations": 9, "warmdown_steps": 2}
+    out = fork(parent="fell", step=4, **longer).out
+    assert (
+        "note: the learning rates rise at once, from x0.367 in the parent's last step to x1" in out
+    )
+    assert "--warmdown-steps" in out and "--init-from=fell@4" in out
+    assert "rise at once" not in fork(tag="same").out
 
 
 def test_a_larger_batch_reads_the_same_rows_sooner_and_scales_the_learning_rates():

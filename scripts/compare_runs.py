@@ -501,9 +501,9 @@ def shows_at(effect: Effect) -> tuple[float, int]:
 def verdict(parts: Sequence[Part], parting: Parting, last: int) -> str:
     """Whether two histories part where their changes must act. `last`: the last step of both."""
     sign = first_sign(parts)
-    if sign is None and last < parting.step:
-        return f"as expected: nothing differs yet: they have no step in common from {parting.step:,} on"
     effects = effects_of(parting, last)
+    if sign is None and last < parting.step:
+        return verdict_without_steps(parts, parting.step, effects)
     if not effects:
         if sign is None:
             return "as expected: they do the same, and no digest, loss or weight differs"
@@ -522,6 +522,19 @@ def verdict(parts: Sequence[Part], parting: Parting, last: int) -> str:
     # of several changes, the one that shows there, although others might act before
     cause = merged([effect for effect in effects if shows_at(effect) == at] or effects)
     return f"as expected: {sign.text} is the first difference: {effect_text(cause)}"
+
+
+def verdict_without_steps(parts: Sequence[Part], step: int, effects: Sequence[Effect]) -> str:
+    """`verdict` of two histories that have no step in common from their parting at `step` on. Their
+    cursors there may differ: those of a fork that reads other rows are new."""
+    apart = f"they have no step in common from {step:,} on"
+    cursors_differ = any(part.gaps for part in parts if part.name == DATA["cursors"])
+    if not cursors_differ:
+        return f"as expected: nothing differs yet: {apart}"
+    of_rows = [effect for effect in effects if effect.stage is Stage.ROWS]
+    if not of_rows:
+        return f"unexpected: the cursors differ, but no change acts on rows; {apart}"
+    return f"as expected: only the cursors differ, because {effect_text(merged(of_rows))}; {apart}"
 
 
 def history_text(rest: Sequence[Stretch], common: Stretch) -> str:

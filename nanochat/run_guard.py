@@ -27,7 +27,7 @@ from nanochat.dist import (
     compute_init,
     elastic_problem,
     gather_all,
-    on_all_ranks,
+    on_rank0,
     write_collectives,
 )
 from nanochat.run_dir import run_path
@@ -45,8 +45,8 @@ LONG_S = 1800.0  # time limit of an evaluation or a save
 
 
 class Guard:
-    """Enter it on every rank. Inside it, any wait for data or for other ranks raises Stop once a stop
-    is requested.
+    """Enter it on every rank. Inside it, a wait for data raises Stop once a stop is requested. A wait
+    for other ranks does not: they agree on stops in `stop_if_asked` and with each step's totals.
 
     rank, world_size, device, ranks (`run_state.identify` of each rank): set by entering. owner and,
     once the run is signed, state: on rank 0 only. mirror: does nothing without --mirror-to, and on
@@ -94,7 +94,7 @@ class Guard:
                     self.mirror = open_door(MIRROR)(self.settings, self.run_dir)
                     stack.callback(self.mirror.release)
 
-            on_all_ranks(lambda: lock() if self.rank == 0 else None)
+            on_rank0(lock)
             self._stack = stack.pop_all()
         return self
 

@@ -249,9 +249,10 @@ def load_plain(file: Path) -> Any:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """Everything that a checkpoint stores, in host memory. All ranks collect it together
-    (`Training.collect`); one process writes it, without any collective. `load_checkpoint` opens what
-    was written."""
+    """Everything that a checkpoint stores, in host memory. All ranks collect it together, between
+    steps (`Training.collect`, for `Saves.save` and scripts.replay); the saver's thread on rank 0
+    writes it while training continues, without any collective. So its values are copies, which no
+    later step changes. `load_checkpoint` opens what was written."""
 
     step: int  # steps done
     states: Mapping[str, Any]  # {file name: tensors and plain values}; see `to_host`
@@ -375,14 +376,10 @@ def adopt(checkpoint: "Checkpoint", run_dir: Path) -> None:
     of a run. Its states are hard links where the file system allows it, because no file of a
     checkpoint is ever written twice. OSError if writing fails."""
     head = {
-        name: value
-        for name, value in checkpoint.seal.items()
-        if name not in ("files", "checksum")
+        name: value for name, value in checkpoint.seal.items() if name not in ("files", "checksum")
     }
     packed = pack_cursors(checkpoint.step, checkpoint.cursors)
-    contents: dict[str, Any] = {
-        name: checkpoint.path / name for name in checkpoint.seal["files"]
-    }
+    contents: dict[str, Any] = {name: checkpoint.path / name for name in checkpoint.seal["files"]}
     contents |= {CURSORS_NAME: packed, MODEL_CONFIG_NAME: json_bytes(checkpoint.model_config)}
     keep_cursors(run_dir, checkpoint.step, packed)
     write_sealed(run_dir / "checkpoints" / f"checkpoint-{checkpoint.step}", head, contents)
@@ -581,15 +578,15 @@ def first_good(paths: Iterable[Path]) -> Checkpoint | None:
 
 
 def look_for_good(list_paths: Callable[[], list[Path]]) -> Checkpoint | None:
-    """`first_good` of the paths that `list_paths` returns, for whoever reads a run that may be training:
-    if none of them is good, but others are there by now, then the run has saved and deleted
-    meanwhile, and those are looked at."""
+    """`first_good` of the paths that `list_paths` returns, of a run that may be training: if none of
+    them is good, they are listed again, because the run may have saved and deleted meanwhile."""
     paths = list_paths()
     while True:
         try:
             return first_good(paths)
         except ValueError:
-            before, paths = paths, list_paths()
+            before = paths
+            paths = list_paths()
             if paths == before:
                 raise
 
@@ -655,7 +652,8 @@ def prune(
             may_go = settings.keep_last_k is not None or seal.get("by_time")
             if own and step <= good_step and may_go and not is_kept:
                 numbered.append((step, name, path))
-    older, kept = sorted(numbered), 0
+    older = sorted(numbered)
+    kept = 0
     while older and kept < (settings.keep_last_k or TIMED_KEPT):
         _, name, path = older.pop()
         if name not in known:
@@ -682,7 +680,7 @@ def prune(
 
 
 @dataclass(frozen=True)
-class Outcome:
+class SaveOutcome:
     """The outcome of a save: a message, plus the checkpoint and the duration, or the error that
     must end the run, or nothing if training continues after an error."""
 
@@ -703,9 +701,10 @@ class Saver:
     good, if one exists."""
 
     def __init__(self, good: Path | None) -> None:
-        self._good, self._errors = good, 0  # errors in a row
+        self._good = good
+        self._errors = 0  # in a row
         self._pool = ThreadPoolExecutor(1, "saver")
-        self._pending: Future[Outcome] | None = None
+        self._pending: Future[SaveOutcome] | None = None
 
     def start(self, write: Callable[[], Path], *, last: bool = False) -> None:
         """Have `write` save a checkpoint in the thread; later steps must not change what it uses.
@@ -714,7 +713,7 @@ class Saver:
         assert self._pending is None, "one save at a time"
         self._pending = self._pool.submit(self._save, write, last)
 
-    def take(self, *, wait: bool = False) -> Outcome | None:
+    def take(self, *, wait: bool = False) -> SaveOutcome | None:
         """The outcome of the save in progress; each outcome is returned only once. None if no save
         is in progress, or if it has not finished and `wait` is off."""
         pending = self._pending
@@ -727,7 +726,7 @@ class Saver:
         """Wait for the pending save, and end the thread."""
         self._pool.shutdown()
 
-    def _save(self, write: Callable[[], Path], last: bool) -> Outcome:
+    def _save(self, write: Callable[[], Path], last: bool) -> SaveOutcome:
         """Write one checkpoint, repeatedly if its error would end the run but may pass. Every error
         becomes an outcome, so that the loop sees it."""
         began = time.perf_counter()
@@ -742,15 +741,16 @@ class Saver:
         self._errors = self._errors + 1 if outcome.path is None else 0
         return outcome
 
-    def _try(self, write: Callable[[], Path], last: bool, began: float) -> Outcome:
+    def _try(self, write: Callable[[], Path], last: bool, began: float) -> SaveOutcome:
         """Write one checkpoint once. `began`: when the save did."""
         try:
             self._good = write()
         except OSError as e:
-            number, reason = self._errors + 1, reason_of(e)
+            number = self._errors + 1
+            reason = reason_of(e)
             kept = self._good.name if self._good and (self._good / STATE_NAME).is_file() else ""
             if kept and number < MAX_ERRORS and not last:
-                return Outcome(
+                return SaveOutcome(
                     f"{reason}; training continues, {kept} is kept (error {number} of {MAX_ERRORS} in a "
                     f"row)"
                 )
@@ -758,8 +758,8 @@ class Saver:
                 f"{reason}; {f'{kept} is kept' if kept else 'no good checkpoint is left'}. Make room or fix the "
                 f"permissions, then run the same command again"
             )
-            return Outcome(reason, fatal=OSError(e.errno or errno.EIO, reason))
+            return SaveOutcome(reason, fatal=OSError(e.errno or errno.EIO, reason))
         except Exception as e:
-            return Outcome(str(e), fatal=e)
+            return SaveOutcome(str(e), fatal=e)
         seconds = time.perf_counter() - began
-        return Outcome(f"saved {self._good} in {duration(seconds)}", self._good, seconds)
+        return SaveOutcome(f"saved {self._good} in {duration(seconds)}", self._good, seconds)

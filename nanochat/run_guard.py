@@ -19,6 +19,8 @@ import time
 from contextlib import ExitStack
 from typing import Any
 
+import torch
+
 from nanochat.common import Stop, join_reasons, open_door, stops_if
 from nanochat.config import Settings
 from nanochat.dist import (
@@ -27,7 +29,7 @@ from nanochat.dist import (
     compute_init,
     elastic_problem,
     gather_all,
-    on_all_ranks,
+    on_rank0,
     write_collectives,
 )
 from nanochat.run_dir import run_path
@@ -45,8 +47,8 @@ LONG_S = 1800.0  # time limit of an evaluation or a save
 
 
 class Guard:
-    """Enter it on every rank. Inside it, any wait for data or for other ranks raises Stop once a stop
-    is requested.
+    """Enter it on every rank. Inside it, a wait for data raises Stop once a stop is requested. A wait
+    for other ranks does not: they agree on stops in `stop_if_asked` and with each step's totals.
 
     rank, world_size, device, ranks (`run_state.identify` of each rank): set by entering. owner and,
     once the run is signed, state: on rank 0 only. mirror: does nothing without --mirror-to, and on
@@ -70,6 +72,11 @@ class Guard:
         self.settings = settings
         self.run_dir = run_path(settings.tag)
         self._began = time.monotonic()
+        # these are known once it is entered
+        self.rank: int
+        self.world_size: int
+        self.device: torch.device
+        self.ranks: list[dict[str, Any]]
         self.owner: Owner | None = None
         self.state: RunState | None = None
         self.mirror = Mirror()
@@ -94,7 +101,7 @@ class Guard:
                     self.mirror = open_door(MIRROR)(self.settings, self.run_dir)
                     stack.callback(self.mirror.release)
 
-            on_all_ranks(lambda: lock() if self.rank == 0 else None)
+            on_rank0(lock)
             self._stack = stack.pop_all()
         return self
 
@@ -125,8 +132,7 @@ class Guard:
     # ---- the lock
 
     def set_aside(self) -> None:
-        """On rank 0: rename the run that is there; this launch has locked the empty folder in its
-        place."""
+        """On rank 0: rename the run's folder, and own the empty one that takes its place."""
         assert self.owner is not None, "only rank 0 owns a run"
         self.owner.set_aside()
 

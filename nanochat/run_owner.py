@@ -104,7 +104,7 @@ class Owner:
 
     def set_aside(self) -> None:
         """Rename the run and make an empty folder in its place, which this launch owns, too."""
-        run_dir = self.run_dir.resolve()  # a link goes on naming a run
+        run_dir = self.run_dir.resolve()  # if it is a link, its target is renamed, and it stays
         aside = set_aside(run_dir)
         run_dir.mkdir(exist_ok=True)  # a launch that made it just now loses it by the next line
         os.rename(aside / OWNER_NAME, run_dir / OWNER_NAME)
@@ -308,14 +308,16 @@ class RunState(Sink):
         with self._one_writer:
             if self._closed:
                 return ""
-            lost, state = self.owner.lost(), dict(self._state)
+            lost = self.owner.lost()
+            state = dict(self._state)
             if not lost:
                 has_stopped = state["status"] == "stopped"
                 self._look_for_request(self.owner.run_dir, has_stopped=has_stopped)
             if not lost and (
                 state != self._written or time.monotonic() - self._written_at >= HEARTBEAT_S
             ):
-                self._written, self._written_at = state, time.monotonic()
+                self._written = state
+                self._written_at = time.monotonic()
                 try:
                     replace_state(self._path, finite({**state, "heartbeat": time.time()}))
                 except OSError as e:

@@ -64,7 +64,7 @@ from nanochat.start_run import (
     Start,
     after_halt,
     begin_run,
-    command,
+    complete_settings,
     find_data,
     has_moved,
     inspect_run,
@@ -136,7 +136,9 @@ def look(given: Settings, named: Sequence[str], guard: Guard) -> tuple[Start, To
     that the command names. Writes nothing into the run but what its mirror has; text may be
     prepared."""
     on_rank0(guard.mirror.fetch)
-    settings, tokenizer = on_all_ranks(lambda: command(given, guard.world_size, guard.device.type))
+    settings, tokenizer = on_all_ranks(
+        lambda: complete_settings(given, guard.world_size, guard.device.type)
+    )
     source = given.resume
     if source in ("auto", "scratch"):
         begins = source == "scratch" or not list_checkpoints(guard.run_dir)
@@ -171,7 +173,7 @@ def build(run: Run, guard: Guard) -> Iterator[tuple[Training, Journal, Saves]]:
         print_split(run)
         begin_run(run, guard)
 
-    on_all_ranks(lambda: begin() if guard.rank == 0 else None)
+    on_rank0(begin)
     guard.watch()
     print0("start: building the model")
     with ExitStack() as stack:
@@ -283,8 +285,8 @@ def loop(run: Run, training: Training, guard: Guard, journal: Journal, saves: Sa
     last = run.horizon.num_iterations
     is_final_saved = False
     try:
-        print0("start: packing the first step")
         print0("start: steps show the smoothed loss, rates (x1: peak), norm of the gradient, time")
+        print0("start: packing the first step")
         training.check_next_step(run)
         guard.stop_if_asked()  # during the set-up
         while True:
@@ -421,7 +423,7 @@ def one_step(run: Run, training: Training, guard: Guard, journal: Journal, saves
     began = time.perf_counter()
     waited = training.loader.wait_s
     guard.beat(progress.step)
-    rows, shortage = forward_backward(training)
+    table, shortage = forward_backward(training)
     if (progress.step + 1) % RANKS_EVERY == 0:
         log_ranks(training, journal, began)
 
@@ -431,7 +433,7 @@ def one_step(run: Run, training: Training, guard: Guard, journal: Journal, saves
     unsaved = saves.report()
     totals = take_step(
         training,
-        rows,
+        table,
         dry=shortage is not None,
         stop=bool(reason),
         unsaved=unsaved is not None,

@@ -28,9 +28,7 @@ def test_average_writes_the_mean_of_the_newest_good_checkpoints(run, caplog):
         for name in ("checkpoint-2", "checkpoint-4", "final")
     ]
     assert (
-        averaged.step == 8
-        and averaged.path.name == "final"
-        and len(averaged.seal["averaged"]) == 3
+        averaged.step == 8 and averaged.path.name == "final" and len(averaged.seal["averaged"]) == 3
     )
     for name, tensor in averaged.model_state().items():
         mean = torch.stack([state[name].double() for state in states]).mean(dim=0)

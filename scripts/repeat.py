@@ -75,11 +75,9 @@ LEVEL = 0.05  # of significance
 ENOUGH_PAIRS = (
     6  # fewer pairs cannot be significant without assuming a distribution: 2 / 2^5 > LEVEL
 )
-# settings that name the files of a run and select their documents
-OF_FILES = (
-    *("data_path", "val_path", "data_format", "curriculum", "without_documents"),
-    *(f.name for f in fields(TextSettings)),
-)
+# settings that name the files of a run, and that select their documents
+SELECTING = tuple(f.name for f in fields(TextSettings))
+OF_FILES = ("data_path", "val_path", "data_format", "curriculum", "without_documents", *SELECTING)
 RECORD = {"name": str, "vary": str, "seeds": [int], "flags": [str], "bits_per_byte": [float]}
 
 
@@ -230,7 +228,9 @@ def check_data(
     # how to read the same
     [root, *_] = [manifest["root"] for manifest in theirs[split].values()]
     keep = f"restore the files that {first.name} read in {root}"
-    if named:
+    if {*SELECTING} & {*named}:
+        keep = "name the same --val-path for both, and select its documents alike"
+    elif named:
         names = [pin["name"] for manifest in theirs[split].values() for pin in manifest["files"]]
         place = f"{root}/{names[0]}" if len(names) == 1 else root
         keep = f"--val-path={place} is what {first.name} read"
@@ -238,11 +238,11 @@ def check_data(
         of_val = split == "val" and settings.val_path is not None
         keep = f"{'--val-path' if of_val else '--data-path'}={root} is what {first.name} read"
     again = "train the base again" if against else "train all seeds on the present data"
-    if run:
-        again = "train all seeds"
+    remedy = f"{keep}, or {again} under another --name"
+    if run:  # only another name has no run that has read other files
+        remedy = f"train all seeds under another --name; {keep}"
     raise ValueError(
-        f"{who} other {kind} data than {first.name} ({file}), so their results cannot be compared; "
-        f"{keep}, or {again} under another --name"
+        f"{who} other {kind} data than {first.name} ({file}), so their results cannot be compared; {remedy}"
     )
 
 

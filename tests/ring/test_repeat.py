@@ -170,6 +170,15 @@ def test_a_variant_may_name_other_training_data_but_no_other_validation_text(
     assert 0 < out.index(note) < out.index("mean difference")
 
 
+def test_a_variant_that_validates_with_other_documents_of_the_same_files_is_refused(
+    warm_processes, capfd
+):
+    command(capfd, "--name=base", "--seeds=2")
+    error = refused("--name=v", "--against=base", min_chars=50)
+    assert "other validation data than base-seed1 (shard_3.parquet differs)" in error
+    assert "name the same --val-path for both, and select its documents alike" in error
+
+
 def test_seeds_that_read_other_data_are_not_pooled(warm_processes, capfd):
     """Regression: they were, if they had been trained before."""
     command(capfd, "--name=p", "--seeds=3")

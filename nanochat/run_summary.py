@@ -211,6 +211,12 @@ def _notes(start: Start, layout: StepLayout, device: torch.device) -> Iterator[s
             f"{layout.dead_share:.0%} of the computed rows are padding; to avoid that, choose a "
             f"--device-batch-size that divides {rows_of_leaf}, the rows of a leaf"
         )
+    if start.settings.depth <= 2 and start.checkpoint is None:
+        yield (
+            "in a model of one or two layers, the layer in the middle is the last one, so "
+            "backout_lambda is worth nothing but its sign: it drifts, and when it passes 1, the logits "
+            "change signs and the loss jumps; --depth=3 or more avoids that"
+        )
     mix = start.settings.mix
     if (
         mix is not None

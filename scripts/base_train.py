@@ -64,7 +64,7 @@ from nanochat.start_run import (
     Start,
     after_halt,
     begin_run,
-    command,
+    complete_settings,
     find_data,
     has_moved,
     inspect_run,
@@ -136,7 +136,9 @@ def look(given: Settings, named: Sequence[str], guard: Guard) -> tuple[Start, To
     that the command names. Writes nothing into the run but what its mirror has; text may be
     prepared."""
     on_rank0(guard.mirror.fetch)
-    settings, tokenizer = on_all_ranks(lambda: command(given, guard.world_size, guard.device.type))
+    settings, tokenizer = on_all_ranks(
+        lambda: complete_settings(given, guard.world_size, guard.device.type)
+    )
     source = given.resume
     if source in ("auto", "scratch"):
         begins = source == "scratch" or not list_checkpoints(guard.run_dir)

@@ -66,7 +66,7 @@ from nanochat.run_stream import (
 from nanochat.run_uses import Ancestry, Content, Part, Traced, content_of, find_items
 from nanochat.sources import Place
 from nanochat.spikes import ENOUGH, NORMAL, WINDOW
-from nanochat.start_run import command, find_data, inspect_run
+from nanochat.start_run import complete_settings, find_data, inspect_run
 from nanochat.stream import AnyStream, ledger
 from nanochat.tokenizer import Tokenizer
 
@@ -141,7 +141,7 @@ def open_named_stream(args: argparse.Namespace) -> Opened:
     check_needs_no_run(args, is_receipt)
     if is_receipt:
         return open_stream_of_receipt(receipt, settings, args)
-    settings, tokenizer = command(settings, 1, "cpu")
+    settings, tokenizer = complete_settings(settings, 1, "cpu")
     settings = replace(settings, model_tag=f"inspect-{os.getpid()}")  # the name of a new run
     run = find_data(inspect_run(settings, torch.device("cpu")), tokenizer)
     config = stream_config(run.settings)

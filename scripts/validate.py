@@ -45,7 +45,7 @@ from nanochat.run_order import order_of
 from nanochat.run_owner import check_free
 from nanochat.run_settings import build_model, describe_memory, device_memory, estimate_memory
 from nanochat.run_summary import print_split
-from nanochat.start_run import Run, Start, command, find_data, inspect_run
+from nanochat.start_run import Run, Start, complete_settings, find_data, inspect_run
 from nanochat.text import TEXT_FIELD
 
 COPIES = 2  # checkpoints on disk at once: the old one is deleted when the new one is complete
@@ -113,7 +113,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     settings = from_flags(args)
     ok("flags")
     device = torch.device(settings.device_type or autodetect_device_type())
-    settings, tokenizer = command(settings, args.world_size, device.type)
+    settings, tokenizer = complete_settings(settings, args.world_size, device.type)
     ok(f"tokenizer {tokenizer.fingerprint}, {tokenizer.get_vocab_size():,} tokens")
     start, refused = inspect(settings, device, args.named)
     model, num_steps = build_model(start.settings), start.horizon.num_iterations

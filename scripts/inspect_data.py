@@ -165,9 +165,12 @@ def warn_untrained(opened: Opened, last: int) -> None:
     trained = max(opened.run.digests, default=-1) + 1
     if not is_run_dir(opened.run.run_dir) or last < trained:
         return
+    horizon = opened.run.horizon
     where = f"{opened.run.run_dir} has trained {counted(trained, 'step')}; step {last:,} lies ahead"
     if opened.run.outcome == "completed":
         where = f"{opened.run.run_dir} ended with step {trained - 1:,}; step {last:,} would come after it"
+    elif horizon is not None and last >= horizon:
+        where = f"{opened.run.run_dir} will end with step {horizon - 1:,}; step {last:,} would come after it"
     log.warning("%s, and is computed from the data", where)
 
 

@@ -934,6 +934,16 @@ def test_pending_and_unread_documents_of_a_running_run_are_used_later(killed):
     assert unread > 10, "the case"
 
 
+@pytest.mark.parametrize("step, words", [(STEPS - 1, "lies ahead"), (STEPS, "would come after it")])
+def test_a_step_after_the_last_one_of_a_running_run_never_comes(killed, caplog, step, words):
+    """Regression: "step 200 lies ahead" of a run of 200 steps."""
+    log = training.log_file("text")
+    records = [json.dumps(record) + "\n" for record in iter_log(log) if record["step"] < 10]
+    log.write_text("".join(records))
+    run("rows", "text", f"--step={step}")
+    assert words in caplog.text
+
+
 def log_again(step, **changed):
     """Add a line for a step to the log of the run "text"."""
     with open(training.log_file("text"), "a") as log:

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from nanochat.common import print0, table
+from nanochat.common import counted, print0, table
 from nanochat.plan import BucketPlan, Plan, Sample, Starting, lanes_that_suffice, make_run_plan
 from nanochat.sources import RunData
 
@@ -238,7 +238,7 @@ def warnings(plan: Plan, lanes: str = "") -> list[str]:
         probably = "probably " if plan.estimate else ""
         line = (
             f"bucket {name!r} {probably}runs dry at step {bucket.dry_step:,}: the mix requests {bucket.asked:,} "
-            f"tokens, and {bucket.usable:,} are usable with {plan.V} lanes"
+            f"tokens, and {bucket.usable:,} are usable with {counted(plan.V, 'lane')}"
         )
         if bucket.repeated > 0.005:
             line += f" ({bucket.repeated:.0%} of them overlap)"
@@ -299,7 +299,7 @@ def reading_notes(
 def plan_lines(plan: Plan) -> list[str]:
     """The plan as lines of text."""
     tokens_per_step = plan.rows_per_step * plan.T
-    title = f"plan: {plan.num_steps:,} steps of {tokens_per_step:,} tokens from {plan.V} lanes"
+    title = f"plan: {plan.num_steps:,} steps of {tokens_per_step:,} tokens from {counted(plan.V, 'lane')}"
     first_step = plan.phases[0]["first_step"]
     if first_step:
         title += f", from step {first_step:,} on"

@@ -292,6 +292,12 @@ def test_of_a_bucket_with_fewer_books_than_lanes_the_first_remedy_is_the_lanes_t
     assert warnings(plan, lanes)[0].endswith(f"; {lanes}")
 
 
+def test_a_plan_of_one_lane_is_in_the_singular(tmp_path):
+    data = source(tmp_path / "a", [[40] * 20])
+    plan = make_plan(StreamConfig(T=16, V=1), {"a": data}, rows_per_step=4, num_steps=5)
+    assert plan_lines(plan)[0].endswith("tokens from 1 lane")
+
+
 def test_no_number_of_lanes_suffices_for_a_bucket_that_is_too_small(tmp_path, monkeypatch):
     _, lanes = plan_of_books(tmp_path, monkeypatch, steps=4000)
     assert lanes == "fewer --lanes may use more of it"

@@ -139,7 +139,7 @@ def print_summary(
     leaves = "1 leaf" if layout.num_leaves == 1 else f"{layout.num_leaves} leaves"
     print0(
         f"step: {layout.rows_per_step} rows of T + 1 = {start.settings.max_seq_len + 1:,} tokens (inputs and "
-        f"targets overlap) from {layout.V} lanes; {processes} x {batches} of "
+        f"targets overlap) from {counted(layout.V, 'lane')}; {processes} x {batches} of "
         f"{layout.device_batch_size} rows; {leaves}"
     )
     room = device_memory(device, start.settings.world_size)

@@ -266,6 +266,11 @@ def train_all(
     default, all read the data of the first seed. ValueError if a run fails or reads other data.
     """
     settings = settings_of(flags)
+    if settings.eval_every <= 0:
+        raise ValueError(
+            f"--eval-every={settings.eval_every}: the runs would have no validation bits per byte to compare; "
+            f"omit it, or pass --eval-every=N"
+        )
     runs = [RunReader(run_path(f"{name}-seed{seed}")) for seed in seeds]
     begun = [] if settings.resume == "scratch" else [run for run in runs if run.manifests]
     first = first or next(iter(begun), None)

@@ -32,7 +32,14 @@ from nanochat.common import as_path, counted, local_copy, table
 from nanochat.config import Settings, add_flags, from_flags
 from nanochat.dist import autodetect_device_type
 from nanochat.plan import Plan, make_run_plan
-from nanochat.plan_report import likely_problem, plan_lines, problem, refusal, warnings
+from nanochat.plan_report import (
+    fewer_lanes,
+    likely_problem,
+    plan_lines,
+    problem,
+    refusal,
+    warnings,
+)
 from nanochat.run_dir import Fork, find_run_at, is_run_dir, run_path
 from nanochat.run_order import order_of
 from nanochat.run_owner import check_free
@@ -165,10 +172,11 @@ def beginning(start: Start) -> str:
 def report_plan(plan: Plan, run: Run) -> bool:
     """Print a plan, its warnings, and why the run should not start. Returns whether it should."""
     print(*plan_lines(plan), LEGEND, sep="\n")
-    for line in warnings(plan):
+    lanes = fewer_lanes(plan, run, run.data)
+    for line in warnings(plan, lanes):
         print(f"warning: {line}")
-    why = problem(plan) or refusal(plan, run)
-    likely = likely_problem(plan)
+    why = problem(plan, lanes) or refusal(plan, run)
+    likely = likely_problem(plan, lanes)
     if why:
         print(f"error: {why}")
     elif likely:

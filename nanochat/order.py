@@ -538,27 +538,24 @@ class JoinedOrder(Order):
         within = wanted - int(units.places[number])
         return lane, self.share(lane, epoch).start + begin + within
 
-    def _unit_at(self, epoch: int, place: int) -> tuple[int, int, int]:
-        """(part, place in its order, end in its order) of the unit that begins at a place."""
-        lane = self.lane_of(epoch, place)
-        ends, parts, places = self._units(lane, epoch)
-        begin = place - self.share(lane, epoch).start
-        number = int(np.searchsorted(ends, begin, side="right"))
-        first = int(places[number])
-        return int(parts[number]), first, first + int(ends[number]) - begin
-
     def unit_end(self, epoch: int, place: int, stop: int) -> int:
         """See `Order.unit_end`."""
-        _, first, end = self._unit_at(epoch, place)
-        return min(place + end - first, stop)
+        lane = self.lane_of(epoch, place)
+        begin = self.share(lane, epoch).start
+        ends = self._units(lane, epoch).ends
+        number = int(np.searchsorted(ends, place - begin, side="right"))
+        return min(begin + int(ends[number]), stop)
 
     def unit(self, epoch: int, place: int, stop: int) -> UnitRows:
         """See `Order.unit`."""
-        part, first, end = self._unit_at(epoch, place)
-        if part == 0:
-            return self.before.unit(epoch, first, end)
-        groups, rows, keep = self.added.unit(epoch, first, end)
-        return UnitRows(groups + self.first_group, rows, keep)
+        lane = self.lane_of(epoch, place)
+        ends, parts, places = self._units(lane, epoch)
+        number = int(np.searchsorted(ends, place - self.share(lane, epoch).start, side="right"))
+        part = int(parts[number])
+        # the lane reads on to the end of its share of that part, so its group stays decoded
+        end = self._shares(lane, epoch)[part].stop
+        groups, rows, keep = (self.before, self.added)[part].unit(epoch, int(places[number]), end)
+        return UnitRows(groups + part * self.first_group, rows, keep)
 
 
 class Grouped(Protocol):

@@ -76,8 +76,9 @@ class ParquetSource(Source):
         super().__init__(manifest, tokenizer)
         self.field = manifest.get("text_field", TEXT_FIELD)
         self._kept = KeptUnits()
-        self._groups = functools.cache(self._pack_group)  # of a small bucket
-        self._locks = [threading.Lock() for _ in self.groups] if self.small else []
+        self._groups = functools.cache(self._pack_group)  # of small parts of the bucket
+        small = filter(self.is_small, range(len(self.groups)))
+        self._locks = {group: threading.Lock() for group in small}
         self._spills = Spills()
         self._text_bytes = functools.cache(self._read_text_bytes)
         self._footer = functools.lru_cache(FOOTERS)(self._read_footer)
@@ -119,7 +120,7 @@ class ParquetSource(Source):
 
     def read(self, group: int, rows: np.ndarray, keep: int = 0) -> list[Document]:
         """See `Source.read`. The next rows up to `keep` are also decoded, and kept compressed."""
-        if self.small:
+        if self.is_small(group):
             with self._locks[group]:  # other threads wait here until this group is decoded
                 packed = self._groups(group)
             texts = [

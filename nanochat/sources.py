@@ -105,20 +105,30 @@ class Source:
         self.paths = [place_of(manifest, entry) for entry in files]
         self._first_group = np.cumsum([0, *(len(e["groups"]) for e in files)])
         self.joined = self._find_joined(manifest.get("joined", []))
-        self.small = self._is_small(0, self.joined[0].first_group if self.joined else None)
+        first_joined = self.joined[0].first_group if self.joined else None
+        self.small = self._are_small(0, first_joined)
         self.without = self._find_without(manifest.get("without", {}))
 
-    def _is_small(self, first_group: int, stop: int | None) -> bool:
+    def _are_small(self, first_group: int, stop: int | None) -> bool:
         """Whether the documents of these groups are shuffled one by one."""
         documents, means = self.groups[first_group:stop], self.means[first_group:stop]
         return int(documents @ means) <= SMALL_TOKENS and int(documents.sum()) <= SMALL_DOCUMENTS
+
+    def is_small(self, group: int) -> bool:
+        """Whether the documents of a group are shuffled one by one: files that joined the bucket in a
+        fork may differ in this from the others."""
+        small = self.small
+        for part in self.joined:
+            if group >= part.first_group:
+                small = part.small
+        return small
 
     def _find_joined(self, parts: Sequence[JoinedFiles]) -> list[Joined]:
         """The files that joined the bucket in forks; see `nanochat.fork.join`."""
         firsts = [int(self._first_group[part["files"]]) for part in parts]
         joined = []
         for part, first, stop in zip(parts, firsts, [*firsts[1:], None]):
-            joined.append(Joined(first, self._is_small(first, stop), part["begins"]))
+            joined.append(Joined(first, self._are_small(first, stop), part["begins"]))
         return joined
 
     def _find_without(self, rows_by_file: Mapping[str, list[int] | None]) -> dict[int, np.ndarray]:

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from nanochat import common, parquet_source, sources, spill
 from nanochat.parquet_source import ParquetSource
 from nanochat.sources import scan
+from tests.core.test_sources import joined_source, read_epoch
 from tests.token_files import patch
 from tests.toy import ByteTokenizer, some_texts, write_parquet
 
@@ -94,6 +95,13 @@ def test_a_group_is_closed_when_its_lanes_have_read_it_and_another_is_decoded(fo
     texts_of(source, 0, [1], keep=2)
     texts_of(source, 3, [0])
     assert [*source._spills._open] == [3] and len(decoded) == 3
+
+
+def test_a_group_is_decoded_once_also_if_files_joined_its_bucket(folder, decoded):
+    """Regression: a lane reads groups of both parts in turn, and each unit closed the other group."""
+    source = joined_source(folder, 1)
+    assert read_epoch(source) == source.groups.sum()
+    assert len(decoded) == len(set(decoded)) == len(source.groups)
 
 
 @given(st.lists(st.text(max_size=9), min_size=1, max_size=9), st.data())

@@ -180,12 +180,14 @@ class Curriculum:
             raise ValueError(
                 "curriculum: no phases, expected a list of phases, each with duration_tokens and mix"
             )
+        limits: dict[str, int] = {}
         for bucket, limit in self.max_epochs.items():
             if bucket not in self.buckets:
                 raise ValueError(
                     f"max_epochs: no phase gives {_show(bucket)} a weight{_hint(bucket, self.buckets)}"
                 )
-            _number(limit, f"max_epochs of {_show(bucket)}", whole=True)
+            limits[bucket] = int(_number(limit, f"max_epochs of {_show(bucket)}", whole=True))
+        object.__setattr__(self, "max_epochs", limits)
 
     @property
     def buckets(self) -> list[str]:
@@ -199,7 +201,7 @@ class Curriculum:
 
     def epochs(self, bucket: str) -> int:
         """Maximum number of passes over a bucket; 0 = unlimited."""
-        return int(self.max_epochs.get(bucket, 1))
+        return self.max_epochs.get(bucket, 1)
 
     def check_buckets(self, available: Collection[str]) -> None:
         """ValueError if a phase names a bucket that is not available."""

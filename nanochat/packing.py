@@ -166,7 +166,8 @@ class Packer:
         return self.tokens
 
     def wants(self, target: int) -> bool:
-        """Whether to push more documents before packing the next row.
+        """Whether to push more documents before packing the next row. It must be True while the
+        packer is not `ready`.
 
         `target`: documents that should be pending.
         """

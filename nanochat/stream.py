@@ -330,12 +330,16 @@ class Feed:
         """The next row as placements.
 
         None if the bucket is dry: no document is left to read, and the pending ones cannot fill a
-        row.
+        row. RuntimeError if the packer wants no document, but cannot fill a row.
         """
         self._fill()
         while not self.packer.ready:
+            if self.place < self.share.stop:
+                kind = type(self.packer).__name__
+                raise RuntimeError(f"{kind}.wants: got False, expected True until a row is ready")
             # The epoch is over. Its remaining documents lead the next row, which the next epoch
-            # completes.
+            # completes, or a later one if it is too short. The row follows at once, so no saved
+            # state needs to say which documents lead it.
             pending = list(self.packer.waiting())
             if not self._next_epoch():
                 return None

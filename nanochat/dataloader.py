@@ -414,7 +414,7 @@ class DataLoader:
         lanes = self._ends[self.step]
         if mixer is None or not lanes:
             return None
-        number, _ = mixer.phase_of(lanes[0].row)
+        number, _ = mixer.phase_of(lanes[0].num_rows)
         return number + 1
 
     def close(self) -> None:

@@ -247,11 +247,11 @@ class Epoch(NamedTuple):
     tokens: np.ndarray  # (items + 1,) int64: tokens before each, then the total
 
 
-class UnitRows(NamedTuple):
+class UnitDocuments(NamedTuple):
     """The documents of a unit, in the order of use."""
 
     groups: np.ndarray  # (n,) int64: the group of each document
-    rows: np.ndarray  # (n,) int64: its number in the group
+    numbers: np.ndarray  # (n,) int64: its number in the group, from 0
     # the lane will soon read the group's documents up to this number (exclusive); 0 in a small
     # bucket
     keep: int
@@ -326,8 +326,8 @@ class Order:
         number = bisect.bisect_right(beginnings, place) - 1
         return (number - epoch) % self.V
 
-    def lane_and_place(self, epoch: int, group: int, row: int) -> tuple[int, int]:
-        """(lane, place) at which document number `row` of a group is read in an epoch.
+    def lane_and_place(self, epoch: int, group: int, number: int) -> tuple[int, int]:
+        """(lane, place) at which a document of a group is read in an epoch.
 
         In a large bucket the place is exact only to within a unit, because the documents of a unit
         are permuted.
@@ -338,7 +338,7 @@ class Order:
         """The place after the unit that begins at a place, and ends at `stop` at the latest."""
         raise NotImplementedError
 
-    def unit(self, epoch: int, place: int, stop: int) -> UnitRows:
+    def unit(self, epoch: int, place: int, stop: int) -> UnitDocuments:
         """The unit that begins at a place and ends before the place `stop`."""
         raise NotImplementedError
 
@@ -349,7 +349,7 @@ class Order:
         while place < stop and len(groups) < count:
             unit = self.unit(epoch, place, stop)
             groups.update(dict.fromkeys(unit.groups.tolist()))
-            place += len(unit.rows)
+            place += len(unit.numbers)
         return list(groups)
 
 
@@ -364,22 +364,22 @@ class SmallOrder(Order):
         ones = np.ones(int(self.first[-1]), np.int64)
         super().__init__(ones, np.repeat(means, documents), ones, bucket=bucket, config=config)
 
-    def lane_and_place(self, epoch: int, group: int, row: int) -> tuple[int, int]:
+    def lane_and_place(self, epoch: int, group: int, number: int) -> tuple[int, int]:
         """See `Order.lane_and_place`."""
-        number = self.first[group] + row
-        place = int(np.flatnonzero(self._epoch(epoch).items == number)[0])
+        document = self.first[group] + number
+        place = int(np.flatnonzero(self._epoch(epoch).items == document)[0])
         return self.lane_of(epoch, place), place
 
     def unit_end(self, epoch: int, place: int, stop: int) -> int:
         """See `Order.unit_end`."""
         return min(place + self.batch, stop)
 
-    def unit(self, epoch: int, place: int, stop: int) -> UnitRows:
+    def unit(self, epoch: int, place: int, stop: int) -> UnitDocuments:
         """See `Order.unit`."""
         end = self.unit_end(epoch, place, stop)
-        numbers = self._epoch(epoch).items[place:end]
-        groups = np.searchsorted(self.first, numbers, side="right") - 1
-        return UnitRows(groups, numbers - self.first[groups], 0)
+        documents = self._epoch(epoch).items[place:end]
+        groups = np.searchsorted(self.first, documents, side="right") - 1
+        return UnitDocuments(groups, documents - self.first[groups], 0)
 
 
 class LargeOrder(Order):
@@ -399,11 +399,11 @@ class LargeOrder(Order):
         # random numbers of the groups being read
         self._words = functools.lru_cache(config.V)(words)
 
-    def lane_and_place(self, epoch: int, group: int, row: int) -> tuple[int, int]:
+    def lane_and_place(self, epoch: int, group: int, number: int) -> tuple[int, int]:
         """See `Order.lane_and_place`."""
         items, places, _ = self._epoch(epoch)
         at = int(np.flatnonzero(items == group)[0])
-        place = int(places[at]) + row
+        place = int(places[at]) + number
         return self.lane_of(epoch, place), place
 
     def unit_end(self, epoch: int, place: int, stop: int) -> int:
@@ -413,7 +413,7 @@ class LargeOrder(Order):
         size = int(self.sizes[items[at]])
         return min(place + size, int(places[at + 1]), stop)
 
-    def unit(self, epoch: int, place: int, stop: int) -> UnitRows:
+    def unit(self, epoch: int, place: int, stop: int) -> UnitDocuments:
         """See `Order.unit`."""
         items, places, _ = self._epoch(epoch)
         # the group, and the lane's part of it
@@ -425,8 +425,8 @@ class LargeOrder(Order):
         end = self.unit_end(epoch, place, stop) - first_place
         # permute the unit by a random number per document
         drawn = self._words(int(self.counts[group]), *self.key, epoch, group)
-        rows = begin + np.argsort(drawn[begin:end], kind="stable")
-        return UnitRows(np.full(len(rows), group), rows, last)
+        numbers = begin + np.argsort(drawn[begin:end], kind="stable")
+        return UnitDocuments(np.full(len(numbers), group), numbers, last)
 
     def groups_ahead(self, epoch: int, place: int, stop: int, count: int) -> list[int]:
         """See `Order.groups_ahead`."""
@@ -524,18 +524,18 @@ class JoinedOrder(Order):
             at[part] = end
         return JoinedUnits(np.array(ends), np.array(parts, np.uint8), np.array(places))
 
-    def lane_and_place(self, epoch: int, group: int, row: int) -> tuple[int, int]:
+    def lane_and_place(self, epoch: int, group: int, number: int) -> tuple[int, int]:
         """See `Order.lane_and_place`. A document that was read before the fork has no place: -1."""
         part = int(group >= self.first_group)
         order = (self.before, self.added)[part]
-        lane, wanted = order.lane_and_place(epoch, group - part * self.first_group, row)
+        lane, wanted = order.lane_and_place(epoch, group - part * self.first_group, number)
         units = self._units(lane, epoch)
-        numbers = np.flatnonzero((units.parts == part) & (units.places <= wanted))
-        if not len(numbers):
+        earlier = np.flatnonzero((units.parts == part) & (units.places <= wanted))
+        if not len(earlier):
             return lane, -1
-        number = int(numbers[-1])
-        begin = int(units.ends[number - 1]) if number else 0
-        within = wanted - int(units.places[number])
+        unit = int(earlier[-1])  # the document is in it
+        begin = int(units.ends[unit - 1]) if unit else 0
+        within = wanted - int(units.places[unit])
         return lane, self.share(lane, epoch).start + begin + within
 
     def unit_end(self, epoch: int, place: int, stop: int) -> int:
@@ -543,19 +543,19 @@ class JoinedOrder(Order):
         lane = self.lane_of(epoch, place)
         begin = self.share(lane, epoch).start
         ends = self._units(lane, epoch).ends
-        number = int(np.searchsorted(ends, place - begin, side="right"))
-        return min(begin + int(ends[number]), stop)
+        unit = int(np.searchsorted(ends, place - begin, side="right"))
+        return min(begin + int(ends[unit]), stop)
 
-    def unit(self, epoch: int, place: int, stop: int) -> UnitRows:
+    def unit(self, epoch: int, place: int, stop: int) -> UnitDocuments:
         """See `Order.unit`."""
         lane = self.lane_of(epoch, place)
         ends, parts, places = self._units(lane, epoch)
-        number = int(np.searchsorted(ends, place - self.share(lane, epoch).start, side="right"))
-        part = int(parts[number])
+        unit = int(np.searchsorted(ends, place - self.share(lane, epoch).start, side="right"))
+        part = int(parts[unit])
         # the lane reads on to the end of its share of that part, so its group stays decoded
         end = self._shares(lane, epoch)[part].stop
-        groups, rows, keep = (self.before, self.added)[part].unit(epoch, int(places[number]), end)
-        return UnitRows(groups + part * self.first_group, rows, keep)
+        groups, numbers, keep = (self.before, self.added)[part].unit(epoch, int(places[unit]), end)
+        return UnitDocuments(groups + part * self.first_group, numbers, keep)
 
 
 class Grouped(Protocol):

@@ -51,7 +51,14 @@ from typing import Any, NamedTuple, Protocol
 # part of the stream's law: a packer that places anything differently needs a new number
 VERSION = 3
 LIMIT_ROW = 2049  # `token_limit` counts a row as at least this many tokens
-COUNTS = ("row", "inserted", "repeated", "cropped", "padded", "left")
+COUNTS = {  # {name in cursors: attribute of a packer}
+    "row": "num_rows",
+    "inserted": "inserted",
+    "repeated": "repeated",
+    "cropped": "cropped",
+    "padded": "padded",
+    "left": "left",
+}
 
 Key = Any  # the caller's name for a document; hashable
 
@@ -140,7 +147,7 @@ class Packer:
         # the part of a document that rows can hold, in tokens; None: all of it
         self.max_tokens: int | None = None
         self.tokens = 0  # in all pending pieces
-        self.row = 0  # number of rows packed
+        self.num_rows = 0  # packed
         self.inserted = 0  # BOS tokens put in front of documents and tails
         self.repeated = 0  # tokens emitted a second time as context
         self.cropped = 0  # tokens dropped
@@ -196,13 +203,13 @@ class Packer:
 
     def state(self) -> tuple[dict[str, int], dict[Key, Piece]]:
         """The packer's present state: (its counts, a copy of its pending pieces)."""
-        counts = {name: getattr(self, name) for name in COUNTS}
+        counts = {name: getattr(self, attribute) for name, attribute in COUNTS.items()}
         return {**counts, "pending": self.pending}, self.waiting()
 
     def restore(self, counts: Mapping[str, Any], waiting: dict[Key, Piece]) -> None:
         """Give an empty packer the state that `state` returned."""
-        for name in COUNTS:
-            setattr(self, name, counts[name])
+        for name, attribute in COUNTS.items():
+            setattr(self, attribute, counts[name])
         for key, piece in waiting.items():
             self.push(key, *piece)
 
@@ -349,7 +356,7 @@ class BestFit(Packer):
         oldest filler. Then come the pieces that fill it best.
         """
         placements: list[Placement] = []
-        self.row += 1
+        self.num_rows += 1
         room = self.capacity
 
         # the first piece
@@ -461,7 +468,7 @@ class Binned(BestFit):
     def next_row(self) -> list[Placement]:
         """A row of entries, which may be shorter than T + 1 tokens; the rest is padding."""
         placements: list[Placement] = []
-        self.row += 1
+        self.num_rows += 1
         room = self._place(next(iter(self.fillers)), self.capacity - 1, placements)
         while self.pack and room:
             length = self._best(room)
@@ -491,7 +498,7 @@ class Concat(Packer):
 
     @property
     def pending(self) -> int:
-        return self.tokens - (1 if self.row else 0)
+        return self.tokens - (1 if self.num_rows else 0)
 
     def push(self, key: Key, length: int, start: int = 0, arrival: int | None = None) -> None:
         self.documents[key] = Piece(length, start, 0)
@@ -511,8 +518,8 @@ class Concat(Packer):
             else:  # the row's last token is also the first one of the next row
                 self.documents[key] = Piece(length, start + placed - 1, 0)
         self.tokens -= self.capacity - 1
-        self.repeated += 1 if self.row else 0
-        self.row += 1
+        self.repeated += 1 if self.num_rows else 0
+        self.num_rows += 1
         return placements
 
 

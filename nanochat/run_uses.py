@@ -243,9 +243,9 @@ def content_of(opened: Opened, source: Source, document: DocumentPlace) -> Conte
     """What a document holds; nothing for one that is only counted."""
     if document.group < 0:
         return Content(np.zeros(0, np.int64), "", None)
-    [content] = source.read(document.group, np.array([document.row]))
+    [content] = source.read(document.group, np.array([document.number]))
     ids = content.ids[:]
-    origin = source.origin_of(document.group, document.row)
+    origin = source.origin_of(document.group, document.number)
     return Content(ids, first_words(opened, ids), origin)
 
 

@@ -1,7 +1,7 @@
 """Sources: the files of a bucket behind one small interface, which also pins and compares them.
 
     Source.groups, .means       number of documents in each group, in the order of files; their estimated mean length
-    Source.read(group, rows)    the documents of a group with the indices `rows`, each as [BOS] + token ids
+    Source.read(group, numbers) some documents of a group, by their numbers in it, each as [BOS] + token ids
 
 A group is a block of documents stored together: a parquet row group, or by default 1,024 entries of
 a token file. A kind of data file enters by the table `SOURCES`: by its suffix, it names a subclass
@@ -131,16 +131,18 @@ class Source:
             joined.append(Joined(first, self._are_small(first, stop), part["begins"]))
         return joined
 
-    def _find_without(self, rows_by_file: Mapping[str, list[int] | None]) -> dict[int, np.ndarray]:
+    def _find_without(
+        self, numbers_by_file: Mapping[str, list[int] | None]
+    ) -> dict[int, np.ndarray]:
         """{group: (documents,) bool}: the documents whose targets are masked
         (--without-documents)."""
         without = {}
         for first_group, entry in zip(self._first_group, self.manifest["files"]):
-            if entry["name"] not in rows_by_file:
+            if entry["name"] not in numbers_by_file:
                 continue
-            rows = rows_by_file[entry["name"]]
+            numbers = numbers_by_file[entry["name"]]
             listed = np.zeros(sum(entry["groups"]), bool)
-            listed[slice(None) if rows is None else rows] = True  # None: all of them
+            listed[slice(None) if numbers is None else numbers] = True  # None: all of them
             ends = np.cumsum(entry["groups"])[:-1]
             for group, mask in enumerate(np.split(listed, ends), first_group):
                 if mask.any():
@@ -164,15 +166,15 @@ class Source:
         """ValueError if nothing in the files of a bucket, which are all scanned, can be trained
         on."""
 
-    def read(self, group: int, rows: np.ndarray, keep: int = 0) -> list[Document]:
-        """Documents `rows` (n,) of a group, in that order. The rows after these, up to `keep`, will
-        be read soon."""
+    def read(self, group: int, numbers: np.ndarray, keep: int = 0) -> list[Document]:
+        """Some documents of a group, in the order of `numbers` (n,), which count from 0 in the group.
+        The documents after these, up to number `keep` (exclusive), will be read soon."""
         raise NotImplementedError
 
     def expect(self, groups: Sequence[int]) -> None:
         """Begin to fetch groups that a lane will read, the next one first. Called if `ahead` > 0."""
 
-    def lengths(self, group: int, rows: np.ndarray) -> tuple[list[int], list[int]]:
+    def lengths(self, group: int, numbers: np.ndarray) -> tuple[list[int], list[int]]:
         """What `read` returns, without the ids: (length of each document, ids of context at its
         start)."""
         raise NotImplementedError
@@ -197,7 +199,7 @@ class Source:
         file, number = self.file_of(group)
         return self.manifest["files"][file]["name"], number
 
-    def origin_of(self, group: int, row: int) -> Place | None:
+    def origin_of(self, group: int, number: int) -> Place | None:
         """Where a document of prepared text is in the user's own files. None for a file that was
         not prepared."""
         return None

@@ -69,7 +69,7 @@ class DocumentKey(NamedTuple):
 
     epoch: int
     group: int
-    row: int  # number in the group
+    number: int  # in the group, from 0
 
 
 class FeedState(NamedTuple):
@@ -98,7 +98,7 @@ class LaneState(NamedTuple):
     """A copy of a lane's state at the end of a step."""
 
     lane: int
-    row: int  # number of rows that the lane has produced
+    num_rows: int  # that the lane has produced
     dropped: frozenset[str]  # buckets that have run dry
     feeds: Any  # {bucket: FeedState}; another kind of stream has its own counts
 
@@ -209,7 +209,7 @@ class Feed:
 
     def _fetch(self, epoch: int, place: int, stop: int) -> Unit:
         """Read the unit at a place."""
-        groups, rows, keep = self.order.unit(epoch, place, stop)
+        groups, numbers, keep = self.order.unit(epoch, place, stop)
 
         # each group is read once
         positions_of: dict[int, list[int]] = {}
@@ -217,27 +217,28 @@ class Feed:
             positions_of.setdefault(group, []).append(position)
         documents: dict[int, Document] = {}  # by position in the unit
         for group, positions in positions_of.items():
-            of_group = self._read(group, rows[positions], keep)
+            of_group = self._read(group, numbers[positions], keep)
             documents.update(zip(positions, of_group))
 
         # the unit, in the order of use
-        in_order = [documents[position] for position in range(len(rows))]
+        in_order = [documents[position] for position in range(len(numbers))]
         keys = [
-            DocumentKey(epoch, group, row) for group, row in zip(groups.tolist(), rows.tolist())
+            DocumentKey(epoch, group, number)
+            for group, number in zip(groups.tolist(), numbers.tolist())
         ]
         lengths = [len(document.ids) for document in in_order]
         kept = [self._kept(document) for document in in_order]
-        return Unit(place + len(rows), keys, lengths, kept)
+        return Unit(place + len(numbers), keys, lengths, kept)
 
-    def _read(self, group: int, rows: np.ndarray, keep: int = 0) -> list[Document]:
+    def _read(self, group: int, numbers: np.ndarray, keep: int = 0) -> list[Document]:
         """`Source.read`, with a mark on the documents that are left out of the loss."""
-        documents = self.source.read(group, rows, keep)
+        documents = self.source.read(group, numbers, keep)
         silent = self.source.without.get(group)
         if silent is None:
             return documents
         marked = []
-        for document, row in zip(documents, rows):
-            marked.append(document._replace(silent=bool(silent[row])))
+        for document, number in zip(documents, numbers):
+            marked.append(document._replace(silent=bool(silent[number])))
         return marked
 
     def prefetch(self) -> None:
@@ -245,7 +246,7 @@ class Feed:
 
         Few: less than the target plus half a unit.
         """
-        target = self.config.fill_target(self.packer.row)
+        target = self.config.fill_target(self.packer.num_rows)
         if self.packer.wants(target + self.order.batch // 2):
             self._submit_unit()
 
@@ -276,7 +277,7 @@ class Feed:
 
         RuntimeError or CancelledError once the pool is closed; else what reading or pushing raises.
         """
-        target = self.config.fill_target(self.packer.row)
+        target = self.config.fill_target(self.packer.num_rows)
         while self.place < self.share.stop and self.packer.wants(target):
             # the next unit, read by the pool if there is one
             self._submit_unit()
@@ -299,8 +300,8 @@ class Feed:
         try:
             self.packer.push(key, length)
         except ValueError as e:
-            name, number = self.source.locate(key.group)
-            raise ValueError(f"{name}: group {number}: {e}") from None
+            name, group_number = self.source.locate(key.group)
+            raise ValueError(f"{name}: group {group_number}: {e}") from None
         self.documents[key] = document
         num_bos = 1 if self.config.framed else 0
         self.packer.inserted += num_bos
@@ -393,8 +394,8 @@ class Feed:
         waiting: dict[DocumentKey, Piece] = {}
         for entry in state["waiting"]:
             self._check_waiting(entry, what)
-            epoch, group, row, *piece = entry
-            waiting[DocumentKey(epoch, group, row)] = Piece(*piece)
+            epoch, group, number, *piece = entry
+            waiting[DocumentKey(epoch, group, number)] = Piece(*piece)
         self.epoch = state["epoch"]
         self.share = self.order.share(self.lane, self.epoch)
         self.place = state["place"]
@@ -420,9 +421,9 @@ class Feed:
         """ValueError unless an entry of "waiting" in a cursor names a document and a piece of it."""
         is_valid = len(entry) == len(DocumentKey._fields) + len(Piece._fields) and min(entry) >= 0
         if is_valid:
-            _, group, row, *_ = entry
+            _, group, number, *_ = entry
             sizes = self.source.groups
-            is_valid = group < len(sizes) and row < sizes[group]
+            is_valid = group < len(sizes) and number < sizes[group]
         if not is_valid:
             raise ValueError(
                 f"{what}: {entry[:6]} does not name a document of this data; resume from another "
@@ -436,15 +437,15 @@ class Feed:
 
         ValueError if the length of one has changed.
         """
-        documents = self._read(group, np.array([key.row for key in waiting]))
+        documents = self._read(group, np.array([key.number for key in waiting]))
         kept = {}
         for (key, piece), document in zip(waiting.items(), documents):
             actual = len(document.ids)
             expected = self.packer.whole_length(piece)
             if actual != expected:
-                name, number = self.source.locate(group)
+                name, group_number = self.source.locate(group)
                 raise ValueError(
-                    f"{name}: document {key.row} of group {number} has {actual:,} tokens, but the "
+                    f"{name}: document {key.number} of group {group_number} has {actual:,} tokens, but the "
                     f"checkpoint says {expected:,}; the data or the tokenizer has changed since the run "
                     f"began. Restore the original, or start a new run (--model-tag)"
                 )
@@ -560,7 +561,7 @@ class Stream:
             self.mixer = config.curriculum.mixer(T=config.T, V=config.V, seed=config.seed)
         self.buckets = list(sources)
         self.identity = stream_identity(config, sources, tokenizer)
-        self.rows = dict.fromkeys(self.lanes, 0)  # number of rows that each lane has produced
+        self.num_rows = dict.fromkeys(self.lanes, 0)  # that each lane has produced
         self.dropped: dict[int, frozenset[str]] = dict.fromkeys(self.lanes, frozenset())
         if cursors is not None:
             check_cursors(cursors, self.lanes, self.identity)
@@ -578,13 +579,13 @@ class Stream:
             self.feeds[bucket] = {lane: new_feed(lane=lane) for lane in self.lanes}
 
         for cursor in cursors or ():
-            if cursor["lane"] in self.rows:
+            if cursor["lane"] in self.num_rows:
                 self._restore(cursor)
 
     def _restore(self, cursor: Cursor) -> None:
         """Continue one of these lanes where its cursor says."""
         lane = cursor["lane"]
-        self.rows[lane] = cursor["row"]
+        self.num_rows[lane] = cursor["row"]
         self.dropped[lane] = frozenset(cursor["dropped"])
         for bucket in cursor["buckets"].keys() & self.feeds.keys():
             self.feeds[bucket][lane].restore(cursor["buckets"][bucket])
@@ -600,7 +601,7 @@ class Stream:
         """The next `num_rows` rows of each lane, lane after lane; fewer from a lane that is dry."""
         # Start all reads first, so that the pool works on every lane at once.
         for lane in self.lanes:
-            first = self.rows[lane]
+            first = self.num_rows[lane]
             due = {self.bucket_of(lane, row) for row in range(first, first + num_rows)}
             for bucket in due:
                 if bucket is not None:
@@ -609,15 +610,15 @@ class Stream:
         # Pack the rows of each lane, until its bucket is dry and may not be dropped.
         rows: list[Row] = []
         for lane in self.lanes:
-            stop = self.rows[lane] + num_rows
-            while self.rows[lane] < stop:
-                bucket = self.bucket_of(lane, self.rows[lane])
+            stop = self.num_rows[lane] + num_rows
+            while self.num_rows[lane] < stop:
+                bucket = self.bucket_of(lane, self.num_rows[lane])
                 if bucket is None:
                     break
-                row = self.feeds[bucket][lane].next_row(self.rows[lane])
+                row = self.feeds[bucket][lane].next_row(self.num_rows[lane])
                 if row is not None:
                     rows.append(row)
-                    self.rows[lane] += 1
+                    self.num_rows[lane] += 1
                 elif self.drop_dry:
                     self.dropped[lane] |= {bucket}
                 else:
@@ -626,14 +627,14 @@ class Stream:
 
     def dry_bucket(self, lane: int) -> str | None:
         """The dry bucket that leaves a lane without its next row; None if all its buckets are dry."""
-        return self.bucket_of(lane, self.rows[lane])
+        return self.bucket_of(lane, self.num_rows[lane])
 
     def state(self) -> list[LaneState]:
         """A copy of all lanes' present state."""
         states = []
         for lane in self.lanes:
             feeds = {bucket: by_lane[lane].state() for bucket, by_lane in self.feeds.items()}
-            states.append(LaneState(lane, self.rows[lane], self.dropped[lane], feeds))
+            states.append(LaneState(lane, self.num_rows[lane], self.dropped[lane], feeds))
         return states
 
     def cursors(self, state: list[LaneState] | None = None) -> list[Cursor]:
@@ -643,7 +644,7 @@ class Stream:
             cursor = {
                 "format": FORMAT,
                 "lane": at.lane,
-                "row": at.row,
+                "row": at.num_rows,
                 "stream": self.identity,
                 "dropped": sorted(at.dropped),
                 "buckets": {bucket: feed.to_json() for bucket, feed in at.feeds.items()},

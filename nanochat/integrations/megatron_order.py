@@ -326,7 +326,7 @@ class SampleCounts(NamedTuple):
     """The counts in a lane's cursor."""
 
     taken: int  # samples that all lanes have read
-    rows: list[int]  # of this lane, by bucket
+    num_rows: list[int]  # of this lane, by bucket
 
 
 class SamplePiece(NamedTuple):
@@ -400,7 +400,8 @@ class SampleStream:
         self.identity = stream_identity(config, sources, tokenizer)
         self.identity["prefixes"] = self.buckets
         self.identity["samples"] = hash_json(self.samples.identity())
-        self.taken = self.row = 0  # samples that all lanes have read; rows of each lane
+        self.taken = 0  # samples that all lanes have read
+        self.num_rows = 0  # of each lane
         # rows of each lane, by bucket
         self.counts = np.zeros((len(self.lanes), len(self.buckets)), np.int64)
         if cursors is not None:
@@ -420,7 +421,7 @@ class SampleStream:
                 f"cursors from different steps, after {positions[0][0]} and {positions[1][0]} "
                 f"samples; use the cursors of one checkpoint"
             )
-        [(self.taken, self.row)] = positions
+        [(self.taken, self.num_rows)] = positions
         accounts = {cursor["lane"]: cursor["buckets"] for cursor in cursors}
         for lane, counts in zip(self.lanes, self.counts):
             counts[:] = [accounts[lane][bucket]["row"] for bucket in self.buckets]
@@ -452,12 +453,12 @@ class SampleStream:
             lane, j = divmod(number - self.taken, num_rows)
             mask = None if live.all() else live
             row = SampleRow(
-                lane, self.row + j, self.buckets[bucket], ids, mask, [], number, self.eod
+                lane, self.num_rows + j, self.buckets[bucket], ids, mask, [], number, self.eod
             )
             rows.append(row)
             self.counts[self.lanes.index(lane), bucket] += 1
         self.taken += step
-        self.row += num_rows
+        self.num_rows += num_rows
         return rows
 
     def dry_bucket(self, lane: int) -> None:
@@ -472,9 +473,9 @@ class SampleStream:
     def state(self) -> list[LaneState]:
         """See `AnyStream.state`."""
         state = []
-        for lane, rows in zip(self.lanes, self.counts.tolist()):
-            counts = SampleCounts(self.taken, rows)
-            state.append(LaneState(lane, self.row, frozenset(), counts))
+        for lane, num_rows in zip(self.lanes, self.counts.tolist()):
+            counts = SampleCounts(self.taken, num_rows)
+            state.append(LaneState(lane, self.num_rows, frozenset(), counts))
         return state
 
     def cursors(self, state: list[LaneState] | None = None) -> list[Cursor]:
@@ -490,18 +491,18 @@ class SampleStream:
         cursors = []
         for at in state:
             accounts = {}
-            for bucket, rows, epoch in zip(self.buckets, at.feeds.rows, epochs):
+            for bucket, num_rows, epoch in zip(self.buckets, at.feeds.num_rows, epochs):
                 accounts[bucket] = {
-                    "row": rows,
+                    "row": num_rows,
                     "epoch": epoch,
-                    "read": rows * T,
-                    "repeated": rows,
+                    "read": num_rows * T,
+                    "repeated": num_rows,
                     **nothing,
                 }
             cursor = {
                 "format": FORMAT,
                 "lane": at.lane,
-                "row": at.row,
+                "row": at.num_rows,
                 "stream": self.identity,
                 "dropped": [],
                 "samples": at.feeds.taken,

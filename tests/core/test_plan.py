@@ -41,9 +41,9 @@ def test_the_figures_of_the_plan_match_counted_rows(tmp_path, kwargs, windows, e
     plan = make_plan(config, {"a": data}, rows_per_step=8, num_steps=steps)
     bucket = plan.buckets["a"]
     lengths = {
-        (group, row): (length - (not stored), prefix)
+        (group, number): (length - (not stored), prefix)
         for group, n in enumerate(data.groups.tolist())
-        for row, (length, prefix) in enumerate(zip(*data.lengths(group, np.arange(n))))
+        for number, (length, prefix) in enumerate(zip(*data.lengths(group, np.arange(n))))
     }
     assert bucket.documents == 1500
     assert bucket.tokens == sum(length - prefix for length, prefix in lengths.values())

@@ -167,13 +167,13 @@ def test_the_footer_of_a_file_is_parsed_once_for_all_its_groups(tmp_path, monkey
 
 def test_a_small_bucket_is_decoded_once_in_any_order_of_reads(folder, decoded):
     source = open_source(folder)
-    order = [(g, row) for g, group in enumerate(EXPECTED) for row in range(len(group))] * 3
+    order = [(g, number) for g, group in enumerate(EXPECTED) for number in range(len(group))] * 3
     random.Random(0).shuffle(order)
     with ThreadPoolExecutor(4) as pool:
-        for (group, row), [document] in zip(
+        for (group, number), [document] in zip(
             order, pool.map(lambda at: texts_of(source, at[0], [at[1]]), order)
         ):
-            assert document == EXPECTED[group][row]
+            assert document == EXPECTED[group][number]
     assert len(decoded) == len(set(decoded)) == len(source.groups)
 
 
@@ -193,8 +193,8 @@ def read_epoch(source, unit_size=2):
     while place < share.stop:
         unit = order.unit(0, place, share.stop)
         for group in np.unique(unit.groups).tolist():
-            source.read(group, unit.rows[unit.groups == group], unit.keep)
-        place += len(unit.rows)
+            source.read(group, unit.numbers[unit.groups == group], unit.keep)
+        place += len(unit.numbers)
     return len(share)
 
 

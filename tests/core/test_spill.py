@@ -52,10 +52,10 @@ def open_source(path):
     return ParquetSource(scan(path), ByteTokenizer())
 
 
-def texts_of(source, group, rows, keep=0):
+def texts_of(source, group, numbers, keep=0):
     return [
         ByteTokenizer().decode(document.ids)
-        for document in source.read(group, np.array(rows), keep)
+        for document in source.read(group, np.array(numbers), keep)
     ]
 
 
@@ -67,8 +67,8 @@ def test_documents_are_those_that_were_written(folder, monkeypatch, apart):
     for group in (0, 2, 1):
         expected = TEXTS[8 * group : 8 * group + 8]
         assert [*source.texts(group)] == expected
-        rows = random.Random(group).sample(range(len(expected)), len(expected))
-        assert texts_of(source, group, rows) == [expected[row] for row in rows]
+        numbers = random.Random(group).sample(range(len(expected)), len(expected))
+        assert texts_of(source, group, numbers) == [expected[number] for number in numbers]
 
 
 def test_lanes_that_read_one_group_decode_it_once(folder, decoded):
@@ -108,10 +108,10 @@ def test_a_group_is_decoded_once_also_if_files_joined_its_bucket(folder, decoded
 def test_any_texts_are_read_back_in_any_order(tmp_path_factory, texts, data):
     path = tmp_path_factory.mktemp("any") / "x.parquet"
     pq.write_table(pa.table({"text": texts}), path)
-    rows = data.draw(st.lists(st.integers(0, len(texts) - 1), min_size=1))
+    numbers = data.draw(st.lists(st.integers(0, len(texts) - 1), min_size=1))
     decoded = spill.decode_group(path, 0, "text", 0)
-    assert decoded.read(np.array(rows)) == [
-        texts[row] for row in rows
+    assert decoded.read(np.array(numbers)) == [
+        texts[number] for number in numbers
     ] and decoded.num_documents == len(texts)
     decoded.close()
 

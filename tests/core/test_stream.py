@@ -42,7 +42,7 @@ def test_a_resume_reads_each_pending_document_once_and_no_other_document_of_the_
     source.reads.clear()
     with Ranks(config, {"b": source}, n=1, W=1, cursors=cursors):
         pass  # closing waits for reads in progress
-    reads = [(group, row) for group, rows in source.reads for row in rows]
+    reads = [(group, number) for group, numbers in source.reads for number in numbers]
     assert len(waiting) > 20 and set(reads) <= set(waiting) and len(reads) == len(set(reads))
 
 

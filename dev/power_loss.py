@@ -473,7 +473,7 @@ def accepted_files(base: Path) -> Iterator[str]:
             if checkpoint is not None:
                 good += [
                     path / STATE_NAME,
-                    *(path / name for name in checkpoint.trainer_state["files"]),
+                    *(path / name for name in checkpoint.seal["files"]),
                 ]
     if (base / "mirror").is_dir():
         good += accepted_of_mirror(base / "mirror")

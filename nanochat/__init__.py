@@ -49,7 +49,9 @@ A run, from its command to its end:
     mirror_fetch     from it to an empty machine        run_facts        a run in words and tables
 
 The loop is in scripts/base_train.py. Threads of a rank: the main one, the loader's (dataloader), the
-tokenizers' pool (stream), the watchdog's two; on rank 0 also the saver's and the mirror's.
+tokenizers' pool (stream), the watchdog's two, one that waits for a second Ctrl-C (run_stop), and
+pools that read or write several files (common); on rank 0 also the saver's, the mirror's and, at the
+end, one that writes the last state (run_owner).
 
 The floor: `common` (files, JSON, hashes), `cli` (flags; `old_flags`), `dist` (processes), `model_code`
 (whether a model's code has changed).

@@ -249,22 +249,23 @@ def load_plain(file: Path) -> Any:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """Everything that a checkpoint stores, in host memory. All ranks collect it together
-    (`Training.collect`); one process writes it, without any collective. `load_checkpoint` opens what
-    was written."""
+    """Everything that a checkpoint stores, in host memory. All ranks collect it together, between
+    steps (`Training.collect`, for `Saves.save` and scripts.replay); the saver's thread on rank 0
+    writes it while training continues, without any collective. So its values are copies, which no
+    later step changes. `load_checkpoint` opens what was written."""
 
     step: int  # steps done
     states: Mapping[str, Any]  # {file name: tensors and plain values}; see `to_host`
     model_config: dict[str, Any]
     cursors: list[dict[str, Any]]  # the JSON states of all lanes, in order
-    trainer_state: dict[str, Any]  # JSON: further fields of the seal, which names no field twice
+    seal: dict[str, Any]  # JSON: further fields of the seal, which names no field twice
 
     def write(self, run_dir: Path, name: str) -> Path:
         """Write RUN/checkpoints/<name> and RUN/logs/cursors/step-<step>.json.gz, and return the
         checkpoint's path. In the saver's thread, while training continues; repeated after an error.
-        A good checkpoint of that name, step and status is kept as it is. OSError with the reason if
-        writing fails: older checkpoints stay unchanged, and no partial checkpoint is left behind.
-        TypeError for a state that is not plain."""
+        A good checkpoint of that name and step is kept as it is, unless it is a stop that has become
+        a halt. OSError with the reason if writing fails: older checkpoints stay unchanged, and no
+        partial checkpoint is left behind. TypeError for a state that is not plain."""
         assert name in (f"checkpoint-{self.step}", f"checkpoint-{self.step}-shutdown", "final"), (
             name
         )
@@ -272,7 +273,7 @@ class Snapshot:
             "format_version": FORMAT_VERSION,
             "step": self.step,
             "architecture_hash": hash_json(self.model_config),
-            **self.trainer_state,
+            **self.seal,
         }
         packed = pack_cursors(self.step, self.cursors)
         contents = {
@@ -295,17 +296,24 @@ class Snapshot:
 
 
 def write_sealed(target: Path, head: Mapping[str, Any], contents: Mapping[str, Any]) -> None:
-    """Write and seal a checkpoint, unless a good one of that step and status exists. `head`: the fields of
-    the seal other than its checksums. `contents`: bytes or a plain state for each relative name. An
-    error leaves no partial file."""
+    """Write and seal a checkpoint, unless a good one of that name and step exists that need not give
+    way. `head`: the fields of the seal other than its checksums. `contents`: bytes or a plain state
+    for each relative name. An error leaves no partial file."""
     try:
         existing = verify_checkpoint(target)
     except (FileNotFoundError, NotADirectoryError, ValueError):
         # another OSError may hide a good checkpoint
         existing = None
-    if existing and all(existing.get(name) == head.get(name) for name in ("step", "status")):
-        log.info("%s already exists and is good; it is kept", target)
-        return
+    # where a good checkpoint goes that gives its place to this one: a `final` from before the run was
+    # extended, or the stop at a step that is now known to be the run's halt
+    numbered = None
+    if existing is not None:
+        numbered = target.with_name(f"checkpoint-{existing['step']}")
+        is_same_step = existing["step"] == head["step"]
+        is_same_status = existing.get("status") == head.get("status")
+        if is_same_step and (is_same_status or target == numbered):
+            log.info("%s already exists and is good; it is kept", target)
+            return
     temporary = target.with_name(f".tmp-{target.name}-{os.getpid()}")
     try:
         temporary.mkdir()
@@ -316,10 +324,7 @@ def write_sealed(target: Path, head: Mapping[str, Any], contents: Mapping[str, A
         )
         for folder in sorted({(temporary / name).parent for name in (*files, STATE_NAME)}):
             fsync_dir(folder)
-        if existing is not None:
-            # a good `final`, from before the run was extended, or the stop at a step that is now
-            # known to be the run's halt
-            numbered = target.with_name(f"checkpoint-{existing['step']}")
+        if numbered is not None:
             if os.path.lexists(numbered):
                 delete_checkpoint(numbered)
             os.rename(target, numbered)
@@ -371,14 +376,10 @@ def adopt(checkpoint: "Checkpoint", run_dir: Path) -> None:
     of a run. Its states are hard links where the file system allows it, because no file of a
     checkpoint is ever written twice. OSError if writing fails."""
     head = {
-        name: value
-        for name, value in checkpoint.trainer_state.items()
-        if name not in ("files", "checksum")
+        name: value for name, value in checkpoint.seal.items() if name not in ("files", "checksum")
     }
     packed = pack_cursors(checkpoint.step, checkpoint.cursors)
-    contents: dict[str, Any] = {
-        name: checkpoint.path / name for name in checkpoint.trainer_state["files"]
-    }
+    contents: dict[str, Any] = {name: checkpoint.path / name for name in checkpoint.seal["files"]}
     contents |= {CURSORS_NAME: packed, MODEL_CONFIG_NAME: json_bytes(checkpoint.model_config)}
     keep_cursors(run_dir, checkpoint.step, packed)
     write_sealed(run_dir / "checkpoints" / f"checkpoint-{checkpoint.step}", head, contents)
@@ -446,18 +447,18 @@ class Checkpoint:
     loaded."""
 
     path: Path
-    trainer_state: dict[str, Any]  # the whole seal
+    seal: dict[str, Any]  # the whole seal
     model_config: dict[str, Any]
     cursors: list[dict[str, Any]]  # of all V lanes, in order
 
     @property
     def step(self) -> int:
-        return self.trainer_state["step"]
+        return self.seal["step"]
 
     def load(self, name: str) -> Any:
         """The state in one of its files. ValueError if the seal does not list the file, or if it
         holds anything but tensors and plain values."""
-        if name not in self.trainer_state["files"]:
+        if name not in self.seal["files"]:
             raise ValueError(
                 f"{self.path / STATE_NAME}: does not list {name}; use another checkpoint"
             )
@@ -483,7 +484,7 @@ class Checkpoint:
                 f"start a new run with --model-tag=NAME"
             )
         model.load_state_dict(saved)
-        changed = changed_code(self.trainer_state.get("model_code", {}), code_of(model))
+        changed = changed_code(self.seal.get("model_code", {}), code_of(model))
         if changed:
             print0(
                 f"note: since {self.path} was saved, {', '.join(changed)} changed; if the model computes "
@@ -496,7 +497,7 @@ class Checkpoint:
     def check_architecture(self, model_config: dict[str, Any]) -> None:
         """ValueError with a diff if `model_config` differs from the saved one. Called before
         weights are loaded."""
-        if hash_json(model_config) != self.trainer_state["architecture_hash"]:
+        if hash_json(model_config) != self.seal["architecture_hash"]:
             lines = [
                 f"{name}: the checkpoint has {saved!r}, the model has {ours!r}"
                 for name, saved, ours in differences(self.model_config, model_config)
@@ -509,7 +510,7 @@ class Checkpoint:
     def check_tokenizer(self, fingerprint: str) -> None:
         """ValueError if the checkpoint was trained with a different tokenizer, as its fingerprint
         shows."""
-        expected = self.trainer_state.get("tokenizer_fingerprint", fingerprint)
+        expected = self.seal.get("tokenizer_fingerprint", fingerprint)
         if fingerprint != expected:
             raise ValueError(
                 f"{self.path}: trained with the tokenizer {expected}, got {fingerprint}; put the "
@@ -577,15 +578,15 @@ def first_good(paths: Iterable[Path]) -> Checkpoint | None:
 
 
 def look_for_good(list_paths: Callable[[], list[Path]]) -> Checkpoint | None:
-    """`first_good` of the paths that `list_paths` returns, for whoever reads a run that may be training:
-    if none of them is good, but others are there by now, then the run has saved and deleted
-    meanwhile, and those are looked at."""
+    """`first_good` of the paths that `list_paths` returns, of a run that may be training: if none of
+    them is good, they are listed again, because the run may have saved and deleted meanwhile."""
     paths = list_paths()
     while True:
         try:
             return first_good(paths)
         except ValueError:
-            before, paths = paths, list_paths()
+            before = paths
+            paths = list_paths()
             if paths == before:
                 raise
 
@@ -651,7 +652,8 @@ def prune(
             may_go = settings.keep_last_k is not None or seal.get("by_time")
             if own and step <= good_step and may_go and not is_kept:
                 numbered.append((step, name, path))
-    older, kept = sorted(numbered), 0
+    older = sorted(numbered)
+    kept = 0
     while older and kept < (settings.keep_last_k or TIMED_KEPT):
         _, name, path = older.pop()
         if name not in known:
@@ -678,7 +680,7 @@ def prune(
 
 
 @dataclass(frozen=True)
-class Outcome:
+class SaveOutcome:
     """The outcome of a save: a message, plus the checkpoint and the duration, or the error that
     must end the run, or nothing if training continues after an error."""
 
@@ -699,9 +701,10 @@ class Saver:
     good, if one exists."""
 
     def __init__(self, good: Path | None) -> None:
-        self._good, self._errors = good, 0  # errors in a row
+        self._good = good
+        self._errors = 0  # in a row
         self._pool = ThreadPoolExecutor(1, "saver")
-        self._pending: Future[Outcome] | None = None
+        self._pending: Future[SaveOutcome] | None = None
 
     def start(self, write: Callable[[], Path], *, last: bool = False) -> None:
         """Have `write` save a checkpoint in the thread; later steps must not change what it uses.
@@ -710,7 +713,7 @@ class Saver:
         assert self._pending is None, "one save at a time"
         self._pending = self._pool.submit(self._save, write, last)
 
-    def take(self, *, wait: bool = False) -> Outcome | None:
+    def take(self, *, wait: bool = False) -> SaveOutcome | None:
         """The outcome of the save in progress; each outcome is returned only once. None if no save
         is in progress, or if it has not finished and `wait` is off."""
         pending = self._pending
@@ -723,7 +726,7 @@ class Saver:
         """Wait for the pending save, and end the thread."""
         self._pool.shutdown()
 
-    def _save(self, write: Callable[[], Path], last: bool) -> Outcome:
+    def _save(self, write: Callable[[], Path], last: bool) -> SaveOutcome:
         """Write one checkpoint, repeatedly if its error would end the run but may pass. Every error
         becomes an outcome, so that the loop sees it."""
         began = time.perf_counter()
@@ -738,15 +741,16 @@ class Saver:
         self._errors = self._errors + 1 if outcome.path is None else 0
         return outcome
 
-    def _try(self, write: Callable[[], Path], last: bool, began: float) -> Outcome:
+    def _try(self, write: Callable[[], Path], last: bool, began: float) -> SaveOutcome:
         """Write one checkpoint once. `began`: when the save did."""
         try:
             self._good = write()
         except OSError as e:
-            number, reason = self._errors + 1, reason_of(e)
+            number = self._errors + 1
+            reason = reason_of(e)
             kept = self._good.name if self._good and (self._good / STATE_NAME).is_file() else ""
             if kept and number < MAX_ERRORS and not last:
-                return Outcome(
+                return SaveOutcome(
                     f"{reason}; training continues, {kept} is kept (error {number} of {MAX_ERRORS} in a "
                     f"row)"
                 )
@@ -754,8 +758,8 @@ class Saver:
                 f"{reason}; {f'{kept} is kept' if kept else 'no good checkpoint is left'}. Make room or fix the "
                 f"permissions, then run the same command again"
             )
-            return Outcome(reason, fatal=OSError(e.errno or errno.EIO, reason))
+            return SaveOutcome(reason, fatal=OSError(e.errno or errno.EIO, reason))
         except Exception as e:
-            return Outcome(str(e), fatal=e)
+            return SaveOutcome(str(e), fatal=e)
         seconds = time.perf_counter() - began
-        return Outcome(f"saved {self._good} in {duration(seconds)}", self._good, seconds)
+        return SaveOutcome(f"saved {self._good} in {duration(seconds)}", self._good, seconds)

@@ -367,14 +367,19 @@ def value_of(given: Sequence[str], flag: str) -> str | None:
     return finder.parse_known_args([*given])[0].value
 
 
-def whole(least: int, *, also: int | None = None) -> Callable[[str], int]:
-    """The type of a flag: a whole number of at least `least`, or the special value `also`."""
+def whole(least: int, *, most: int | None = None, also: int | None = None) -> Callable[[str], int]:
+    """The type of a flag: a whole number of at least `least` and at most `most`, or the special value
+    `also`."""
 
     def number(text: str) -> int:
         value = int(text)
-        if value < least and value != also:
+        is_too_large = most is not None and value > most
+        if (value < least or is_too_large) and value != also:
+            limit = "" if most is None else f" and at most {most:,}"
             other = "" if also is None else f", or {also}"
-            raise argparse.ArgumentTypeError(f"got {value}, expected at least {least}{other}")
+            raise argparse.ArgumentTypeError(
+                f"got {value}, expected at least {least}{limit}{other}"
+            )
         return value
 
     number.__name__ = "int"  # argparse's error names the type

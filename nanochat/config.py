@@ -62,6 +62,7 @@ ORIGIN = "decides how the run begins"
 # what a change does
 ROUNDING = "same data, but not the same bits: "
 
+MAX_SEED = 2**47 - 1  # with 2^16 ranks, 63 bits: what PyTorch's generators take
 MAX_RATE = 10**6  # largest learning rate: far above useful ones, far below those that overflow
 
 
@@ -123,13 +124,19 @@ class RunSettings:
         decides=Decides.STEP,
     )
     seed: int = setting(
-        42, "seed of the initial weights and of the data order", decides=Decides.ROWS
+        42,
+        "seed of the initial weights and of the data order",
+        least=0,
+        most=MAX_SEED,
+        decides=Decides.ROWS,
     )
     data_seed: int | None = setting(
         None,
         "seed of the data order alone (default: --seed)",
         type=int,
         metavar="N",
+        least=0,
+        most=MAX_SEED,
         decides=Decides.ROWS,
     )
     world_size: int = setting(
@@ -172,7 +179,7 @@ class ModelSettings:
         "T: tokens per row that are trained on",
         decides=Decides.ROWS | Decides.WEIGHTS,
         note="decides the length of a row",
-        least=1,
+        least=2,
         most=10**8,
     )
     attention_mode: str = setting(
@@ -746,25 +753,26 @@ def resume_settings(
     known = fields_of(type(then) if type(then) is type(command) else Settings)
     notices: dict[str, Notice] = {}
     refused: list[str] = []
-    fits = True  # whether the run's weights fit the settings of the command
-    forks = True  # whether a fork may have the settings of the command
+    can_init = True  # whether the run's weights fit the settings of the command
+    can_fork = True  # whether a fork may have the settings of the command
     for name, f in known.items():
         before, after = getattr(then, name), now[name]
         is_automatic = f.metadata.get("auto") and after == f.default
         if is_automatic or name == "fork":
             now[name] = after = before
-        decides, note = f.metadata["decides"], f.metadata["note"]
+        decides = f.metadata["decides"]
+        note = f.metadata["note"].replace("RUN/", f"{run_dir}/")
         differing = changes_of(name, before, after)
         longer = _longer_last_phase(then.mix, command.mix) if name == "curriculum" else ""
         if longer:
             notices[name] = Notice(longer, HORIZON)
         if differing and decides:
-            fits = fits and Decides.WEIGHTS not in decides
-            forks = forks and not is_kept_by_forks(name, decides)
-            told = [
+            can_init = can_init and Decides.WEIGHTS not in decides
+            can_fork = can_fork and not is_kept_by_forks(name, decides)
+            lines = [
                 f"{what}: the run has {old!r}, this launch {new!r}" for what, old, new in differing
             ]
-            refused.append("\n  ".join(told) + f" ({note})")
+            refused.append("\n  ".join(lines) + f" ({note})")
         elif differing:
             [(what, old, new)] = differing
             change = f"{what}: the run started with {old!r}, this launch has {new!r}"
@@ -775,20 +783,23 @@ def resume_settings(
         for name in sorted(unknown)
     ]
     if refused:
-        lines, path = "\n  ".join(refused).replace("RUN/", f"{run_dir}/"), run_dir / "config.json"
-        others = ""
-        if forks:
-            others += f"; --fork-from={run_dir.name} continues this run with them"
-        if fits:
-            others += f"; --init-from={run_dir.name} starts a run with its weights"
-        restart = "; to replace this run, which has no checkpoint yet, add --resume=scratch --force"
+        path = run_dir / "config.json"
         remedy = f"use the run's settings (--config={path})"
         if unknown:
             remedy = "use the code that began it"
+        others = ""
+        if can_fork:
+            others += f"; --fork-from={run_dir.name} continues this run with them"
+        if can_init:
+            others += f"; --init-from={run_dir.name} starts a run with its weights"
+        if not checkpoint_folders(run_dir):
+            others = (
+                "; to replace this run, which has no checkpoint yet, add --resume=scratch --force"
+            )
+        what = "\n  ".join(refused)
         raise ValueError(
-            f"{path}: the run was started with different settings:\n  {lines}\n{remedy}, or start a new "
-            f"run with --model-tag=NAME"
-            f"{others if checkpoint_folders(run_dir) else restart}"
+            f"{path}: the run was started with different settings:\n  {what}\n{remedy}, or start a new "
+            f"run with --model-tag=NAME{others}"
         )
     return type(command)(**now), notices
 

@@ -188,6 +188,6 @@ def load_model(
         "path": checkpoint.path,
         "step": checkpoint.step,
         "model_config": checkpoint.model_config,
-        "trainer_state": checkpoint.trainer_state,
+        "trainer_state": checkpoint.seal,
     }
     return model.eval(), tokenizer, meta

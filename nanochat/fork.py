@@ -128,16 +128,16 @@ def stand_in(fork_from: str, step: int) -> Parent | None:
     if saved is None:
         return None
     settings = _settings_at(run_dir, step)
-    progress = saved.trainer_state["progress"]
+    progress = saved.seal["progress"]
     tokens = progress["tokens"] + (step - saved.step) * settings.total_batch_size
-    state = {
-        **saved.trainer_state,
+    seal = {
+        **saved.seal,
         "step": step,
         "status": "running",
         "progress": {**progress, "tokens": tokens},
     }
     manifests = read_manifests(run_dir / DATA_MANIFEST)
-    return Parent(run_dir, settings, replace(saved, trainer_state=state), manifests)
+    return Parent(run_dir, settings, replace(saved, seal=seal), manifests)
 
 
 def branch_off(settings: Settings, parent: Parent) -> Settings:
@@ -147,7 +147,7 @@ def branch_off(settings: Settings, parent: Parent) -> Settings:
     known = settings.fork or {}
     if "checksum" in known:
         begun = Fork(**known)
-        if begun.checksum != checkpoint.trainer_state["checksum"]:
+        if begun.checksum != checkpoint.seal["checksum"]:
             raise ValueError(
                 f"--fork-from={settings.fork_from}: this run began with step {begun.step} of {begun.run}, but "
                 f"{checkpoint.path} is now a different checkpoint; restore the old one, or start a new run with "
@@ -157,7 +157,7 @@ def branch_off(settings: Settings, parent: Parent) -> Settings:
     settings = _reads_where_parent_does(_inherit(settings, parent), parent)
     changes = _changes(settings, parent)
     _check_halt(settings, parent, changes)
-    tokens = checkpoint.trainer_state["progress"]["tokens"]
+    tokens = checkpoint.seal["progress"]["tokens"]
     earlier = Fork.of(parent.settings.fork)
     mix_tokens = earlier.mix_tokens if earlier else 0
     if "curriculum" in changes:
@@ -167,7 +167,7 @@ def branch_off(settings: Settings, parent: Parent) -> Settings:
         checkpoint=checkpoint.path.name,
         step=checkpoint.step,
         tokens=tokens,
-        checksum=checkpoint.trainer_state["checksum"],
+        checksum=checkpoint.seal["checksum"],
         changes=changes,
         mix_tokens=mix_tokens,
         share_limit=_share_limit(settings, parent),
@@ -200,12 +200,12 @@ def note_length(settings: Settings, parent: Parent, num_iterations: int) -> Sett
 def _check_halt(settings: Settings, parent: Parent, changes: Mapping[str, Any]) -> None:
     """ValueError if the parent halted, and these changes do not lift that."""
     checkpoint = parent.checkpoint
-    state = checkpoint.trainer_state
+    seal = checkpoint.seal
     lifts = {"data_path", "allow_bucket_exhaustion", *OF_ROWS} & changes.keys()
-    if state.get("status") == "halted" and not lifts:
+    if seal.get("status") == "halted" and not lifts:
         raise ValueError(
             f"--fork-from={settings.fork_from}: {parent.run_dir.name} halted at step "
-            f"{checkpoint.step}: {state['halted']}; a fork that reads the same data halts there, too. "
+            f"{checkpoint.step}: {seal['halted']}; a fork that reads the same data halts there, too. "
             f"Change --curriculum or --data-path, add --allow-bucket-exhaustion, or name an earlier step"
         )
 
@@ -289,24 +289,24 @@ def first_checkpoint(parent: Parent, settings: Settings, model_config: GPTConfig
     fork = Fork.of(settings.fork)
     assert fork is not None
     shape = {**checkpoint.model_config, "sequence_len": model_config.sequence_len}
-    state = {
+    seal = {
         name: value
-        for name, value in checkpoint.trainer_state.items()
+        for name, value in checkpoint.seal.items()
         if name not in ("wandb_id", "halted", "all_dry", "by_time")
     }
     # kept, because its steps are replayed from there
-    state |= {
+    seal |= {
         "status": "running",
         "kept": True,
         "K": settings.leaves,
         "architecture_hash": hash_json(shape),
         # a result of its parent is none of its own
-        "progress": {**checkpoint.trainer_state["progress"], "val_bpb": None},
+        "progress": {**checkpoint.seal["progress"], "val_bpb": None},
     }
     rows = {*OF_ROWS, "total_batch_size", "pack", "data_path", "without_documents", "skip_steps"}
     if rows & fork.changes.keys():
-        state["next_digest"] = None
-    return replace(checkpoint, model_config=shape, trainer_state=state)
+        seal["next_digest"] = None
+    return replace(checkpoint, model_config=shape, seal=seal)
 
 
 def describe_fork(fork: Fork) -> str:

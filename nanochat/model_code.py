@@ -27,10 +27,11 @@ def code_of(model: torch.nn.Module) -> dict[str, str]:
         names.add(type(module).__module__)
     hashes = {}
     for name in sorted(names):
-        package, _, rest = name.partition(".")
-        if package == PACKAGE.name:
-            file = f"{rest.replace('.', '/')}.py"
-            hashes[f"{package}/{file}"] = hash_code((PACKAGE / file).read_bytes())
+        package, *parts = name.split(".")
+        path = "/".join(parts)
+        for file in (f"{path}.py", f"{path}/__init__.py"):
+            if package == PACKAGE.name and (PACKAGE / file).is_file():
+                hashes[f"{package}/{file}"] = hash_code((PACKAGE / file).read_bytes())
     return hashes
 
 

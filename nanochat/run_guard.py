@@ -27,7 +27,7 @@ from nanochat.dist import (
     compute_init,
     elastic_problem,
     gather_all,
-    on_all_ranks,
+    on_rank0,
     write_collectives,
 )
 from nanochat.run_dir import run_path
@@ -45,8 +45,8 @@ LONG_S = 1800.0  # time limit of an evaluation or a save
 
 
 class Guard:
-    """Enter it on every rank. Inside it, any wait for data or for other ranks raises Stop once a stop
-    is requested.
+    """Enter it on every rank. Inside it, a wait for data raises Stop once a stop is requested. A wait
+    for other ranks does not: they agree on stops in `stop_if_asked` and with each step's totals.
 
     rank, world_size, device, ranks (`run_state.identify` of each rank): set by entering. owner and,
     once the run is signed, state: on rank 0 only. mirror: does nothing without --mirror-to, and on
@@ -69,14 +69,11 @@ class Guard:
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self.run_dir = run_path(settings.tag)
-        reserve_s = settings.walltime_reserve_seconds
-        end = deadline(
-            settings.max_runtime_seconds, os.environ, time.monotonic(), reserve_s=reserve_s
-        )
+        self._began = time.monotonic()
         self.owner: Owner | None = None
         self.state: RunState | None = None
         self.mirror = Mirror()
-        self._stop = StopWatch(end, reserve_s=reserve_s, run_dir=self.run_dir)
+        self._stop = StopWatch(reserve_s=settings.walltime_reserve_seconds, run_dir=self.run_dir)
         self._dog: Watchdog | None = None
         self._stack = ExitStack()
 
@@ -84,6 +81,7 @@ class Guard:
         with ExitStack() as stack:
             stack.enter_context(self._stop)
             stack.enter_context(stops_if(self.asked))
+            self._stop.deadline = self._deadline()
             if problem := elastic_problem():
                 log.warning("%s", problem)
             self._join(stack)
@@ -96,12 +94,22 @@ class Guard:
                     self.mirror = open_door(MIRROR)(self.settings, self.run_dir)
                     stack.callback(self.mirror.release)
 
-            on_all_ranks(lambda: lock() if self.rank == 0 else None)
+            on_rank0(lock)
             self._stack = stack.pop_all()
         return self
 
     def __exit__(self, *error: Any) -> None:
         self._stack.__exit__(*error)
+
+    def _deadline(self) -> float | None:
+        """When the walltime of this launch ends; None without one."""
+        settings = self.settings
+        return deadline(
+            settings.max_runtime_seconds,
+            os.environ,
+            self._began,
+            reserve_s=settings.walltime_reserve_seconds,
+        )
 
     def _join(self, stack: ExitStack) -> None:
         """Find the other processes of this launch, and select the device."""

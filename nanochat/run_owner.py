@@ -308,14 +308,16 @@ class RunState(Sink):
         with self._one_writer:
             if self._closed:
                 return ""
-            lost, state = self.owner.lost(), dict(self._state)
+            lost = self.owner.lost()
+            state = dict(self._state)
             if not lost:
                 has_stopped = state["status"] == "stopped"
                 self._look_for_request(self.owner.run_dir, has_stopped=has_stopped)
             if not lost and (
                 state != self._written or time.monotonic() - self._written_at >= HEARTBEAT_S
             ):
-                self._written, self._written_at = state, time.monotonic()
+                self._written = state
+                self._written_at = time.monotonic()
                 try:
                     replace_state(self._path, finite({**state, "heartbeat": time.time()}))
                 except OSError as e:

@@ -151,6 +151,9 @@ class StopWatch:
     main thread: Python lets no other thread set handlers. SIGHUP is left alone if it is ignored, as
     under nohup.
 
+    deadline: what the function `deadline` returns. It may be set inside the context, because SLURM
+    takes seconds to answer.
+
     run_dir: a request to stop that is there now may be a leftover, see `_is_leftover`."""
 
     ended = 0.0  # the uptime at which this process left its last StopWatch
@@ -158,7 +161,8 @@ class StopWatch:
     def __init__(
         self, deadline: float | None = None, *, reserve_s: float = 0.0, run_dir: Path | None = None
     ) -> None:
-        self._deadline, self._reserve_s = deadline, reserve_s
+        self.deadline = deadline
+        self._reserve_s = reserve_s
         self._signals: list[int] = []
         self._previous: dict[int, Any] = {}
         self._previous_wakeup = -1
@@ -226,9 +230,9 @@ class StopWatch:
 
     def look_for_request(self, run_dir: Path, *, has_stopped: bool = False) -> None:
         """Check for a request to stop, and delete one that an earlier launch left behind. The
-        owner's heartbeat calls this, so that no step waits for a disk. `has_stopped`: mark what is
-        there as honoured. It must not stop a launch that waits for the end of this one, too; but
-        shell scripts look whether it is there."""
+        owner's heartbeat calls this, so that no step waits for a disk. `has_stopped`: this launch
+        ends because of the request. Then its file is marked as honoured, so that it does not stop
+        the next launch, too. It stays, because shell scripts look for it."""
         with contextlib.suppress(OSError):
             request = None if self._request and not has_stopped else read_request(run_dir)
             if request is None:
@@ -275,10 +279,11 @@ class StopWatch:
         # the time of the step, without the work that `note_work` recorded
         if self._last_check is not None:
             self._steps.append(now - self._last_check - self._between_s)
-        self._last_check, self._between_s = now, 0.0
-        if not self.asked() and self._deadline is not None:
+        self._last_check = now
+        self._between_s = 0.0
+        if not self.asked() and self.deadline is not None:
             # enough for another step, one task of each kind, and the last save?
-            left_s = self._deadline - now
+            left_s = self.deadline - now
             if (
                 left_s
                 < max(self._steps, default=0.0) + sum(self._slowest.values()) + self._reserve_s
@@ -314,8 +319,8 @@ def request_stop(run_dir: Path) -> None:
 
 
 def write_request(run_dir: Path, request: Request) -> None:
-    """Write the file of a request at once, so that nobody reads a part of it: a part would stop one
-    launch, and the whole request another. OSError or ValueError if that fails."""
+    """Write the file of a request atomically: a reader of half of it would not see whom it is meant
+    for, and stop another launch. OSError or ValueError if that fails."""
     content = {
         name: getattr(request, name) for name in ("launcher", "boot", "uptime_s", "honoured")
     }
@@ -330,7 +335,8 @@ def read_request(run_dir: Path) -> Request | None:
     in any way, so its content is only compared."""
     try:
         with open_regular(run_dir / FLAG_NAME, os.O_RDONLY) as file:
-            found, data = os.fstat(file.fileno()), file.read(4096)
+            found = os.fstat(file.fileno())
+            data = file.read(4096)
     except (FileNotFoundError, NotADirectoryError, ValueError):
         return None
     request = Request(inode=found.st_ino, mtime_ns=found.st_mtime_ns)

@@ -155,7 +155,7 @@ class Start:
     @property
     def wandb_id(self) -> str | None:
         """The id of the run's wandb run, if it has one."""
-        return self.logged_wandb_id or self.state.get("wandb_id")
+        return self.logged_wandb_id or self.seal.get("wandb_id")
 
     @property
     def logged_wandb_id(self) -> str | None:
@@ -163,16 +163,16 @@ class Start:
 
     def first_progress(self) -> Progress:
         """The progress at the first step of this launch."""
-        progress = Progress(**self.state.get("progress", {}))
+        progress = Progress(**self.seal.get("progress", {}))
         val = self.logged("val")  # measured after the save
         if val is not None and val.get("bpb") is not None:
             progress.record_val(val["bpb"])
         return progress
 
     @property
-    def state(self) -> dict[str, Any]:
-        """The run's state in the checkpoint; {} at step 0."""
-        return {} if self.checkpoint is None else self.checkpoint.trainer_state
+    def seal(self) -> dict[str, Any]:
+        """The seal of the checkpoint; {} at step 0."""
+        return {} if self.checkpoint is None else self.checkpoint.seal
 
     def logged(self, event: str) -> dict[str, Any] | None:
         """The newest event with this name, if it was logged at the step where this launch
@@ -183,7 +183,7 @@ class Start:
     def over(self) -> Over | None:
         """None for a run that can continue, such as one that was killed in its last evaluation,
         after its final checkpoint."""
-        status, where = self.state.get("status"), self.checkpoint and self.checkpoint.path
+        status, where = self.seal.get("status"), self.checkpoint and self.checkpoint.path
         ended = "completed" in self.events or "started" not in self.events
         if status == "completed" and self.step >= self.horizon.num_iterations and ended:
             done = f"completed after {counted(self.step, 'step')} ({where})"
@@ -192,12 +192,12 @@ class Start:
                 f"{self.run_dir}: {done}, nothing to do; to train further, "
                 f"{how_to_extend(self.settings, self.horizon)}; to start another run, use --model-tag=NAME",
             )
-        allowed = self.settings.allow_bucket_exhaustion and not self.state.get("all_dry")
+        allowed = self.settings.allow_bucket_exhaustion and not self.seal.get("all_dry")
         if status == "halted" and not allowed:
-            remedy = after_halt(self.run_dir.name, all_dry=self.state.get("all_dry", False))
+            remedy = after_halt(self.run_dir.name, all_dry=self.seal.get("all_dry", False))
             return Over(
                 EXIT_HALTED,
-                f"{self.run_dir}: halted ({where}): {self.state['halted']}; {remedy}",
+                f"{self.run_dir}: halted ({where}): {self.seal['halted']}; {remedy}",
             )
         return None
 
@@ -432,7 +432,7 @@ def _check_beginning(run_dir: Path, settings: Settings, config: Mapping[str, Any
 
 def _check_length(settings: Settings, horizon: Horizon, checkpoint: Checkpoint | None) -> None:
     """ValueError if an unfinished run has taken more steps than it should."""
-    if checkpoint is None or checkpoint.trainer_state.get("status") == "completed":
+    if checkpoint is None or checkpoint.seal.get("status") == "completed":
         return
     if checkpoint.step > horizon.num_iterations:
         raise ValueError(
@@ -483,9 +483,9 @@ def find_origin(init_from: str, known: dict[str, Any] | None) -> Checkpoint:
     checkpoint that it began with; ValueError if that checkpoint no longer exists."""
     checkpoint = find_checkpoint(init_from)
     # no longer the newest
-    if known is not None and known["checksum"] != checkpoint.trainer_state["checksum"]:
+    if known is not None and known["checksum"] != checkpoint.seal["checksum"]:
         checkpoint = load_checkpoint(checkpoint.path.with_name(known["checkpoint"]))
-        if known["checksum"] != checkpoint.trainer_state["checksum"]:
+        if known["checksum"] != checkpoint.seal["checksum"]:
             raise ValueError(
                 f"--init-from={init_from}: this run began with step {known['step']} of {known['run']}, "
                 f"but {checkpoint.path} is now a different checkpoint; restore the old one, or start a "
@@ -503,7 +503,7 @@ def describe_origin(checkpoint: Checkpoint) -> dict[str, Any]:
         "run": folder.parent.name if inside else None,
         "checkpoint": checkpoint.path.name,
         "step": checkpoint.step,
-        "checksum": checkpoint.trainer_state["checksum"],
+        "checksum": checkpoint.seal["checksum"],
     }
 
 

@@ -12,12 +12,19 @@ from nanochat.spikes import Window
 
 
 class Outcome(enum.Enum):
-    """What became of a step."""
+    """What became of a step.
+
+             updates the weights    counts (is logged, moves the schedule)    then the run
+    APPLIED  yes                    yes                                       continues
+    SPIKE    no                     yes                                       continues; fails after ten in a row
+    EMPTY    no                     yes                                       continues
+    VOID     no                     no                                        stops, halts or fails
+    """
 
     APPLIED = "applied"
-    SPIKE = "spike"  # not applied: the loss or the gradient norm is above its limit
-    EMPTY = "empty"  # not applied: no row has a live target, so there is nothing to learn
-    VOID = "void"  # not applied: a rank ran out of rows, or, without limits, NaN or infinity
+    SPIKE = "spike"  # the loss or the gradient norm is above its limit
+    EMPTY = "empty"  # no row has a live target, so there is nothing to learn
+    VOID = "void"  # a rank ran out of rows, or, without limits, NaN or infinity
 
 
 @dataclass(frozen=True)

@@ -65,7 +65,7 @@ def new_row_table(layout: StepLayout, device: torch.device) -> torch.Tensor:
 
 
 def add_up(
-    rows: torch.Tensor,
+    table: torch.Tensor,
     *,
     dropped: Sequence[int],
     digest: int,
@@ -78,12 +78,12 @@ def add_up(
     """Collective. Add up the ranks' messages about a step, without any rounding. Returns the sum on
     the device, for `judge` and `StepTotals.read`.
 
-    rows: the rank's table, see `new_row_table`. The others: see `StepMessage`.
+    table: the rank's, see `new_row_table`. The others: see `StepMessage`.
     """
     message = StepMessage(digest, dry, stop, unsaved, save, dropped)
-    head = torch.tensor(message.numbers(), dtype=rows.dtype, pin_memory=rows.is_cuda)
+    head = torch.tensor(message.numbers(), dtype=table.dtype, pin_memory=table.is_cuda)
     # the table follows: each row was filled in by exactly one rank, and x + 0 is exact
-    added = torch.cat([head.to(rows.device, non_blocking=True), rows.view(-1)])
+    added = torch.cat([head.to(table.device, non_blocking=True), table.view(-1)])
     if world_size > 1:
         dist.all_reduce(added)
     return added
@@ -100,8 +100,8 @@ def judge(
     factor turns the gradient of (sum of losses / num_targets) into the gradient of the mean loss.
     `limit` is the largest gradient norm that is applied; -1, which every norm exceeds, if a rank is
     dry or the loss is NaN, infinite or above `loss_limit`. `StepTotals.outcome` reads it."""
-    rows = message[StepMessage.rows_at(num_buckets) :]
-    nats, live, _ = rows.view(-1, 3).sum(dim=0)
+    table = message[StepMessage.rows_at(num_buckets) :].view(-1, 3)
+    nats, live, _ = table.sum(dim=0)
     loss = nats / live
     good = (message[StepMessage.DRY] == 0) & loss.isfinite() & (loss <= loss_limit)
     limit = torch.where(good, torch.full_like(loss, norm_limit), -1.0)
@@ -127,7 +127,8 @@ def make_model(
 ) -> tuple[GPT, MuonAdamW, Progress]:
     """Collective. Model, optimizer and progress of a run: new, from another run's weights, or from
     its checkpoint. The random states of this process, too."""
-    settings, scale = start.settings, start.horizon.batch_lr_scale
+    settings = start.settings
+    scale = start.horizon.batch_lr_scale
     model = build_model(settings).to_empty(device=device)
     model.init_weights(seed=settings.seed, compute_dtype=getattr(torch, settings.dtype))
     optimizer = model.setup_optimizer(
@@ -138,11 +139,13 @@ def make_model(
         matrix_lr=settings.matrix_lr * scale,
         weight_decay=start.horizon.weight_decay_scaled,
     )
-    source, is_rank0 = start.checkpoint or start.origin, get_dist_info()[1] == 0
+    is_rank0 = get_dist_info()[1] == 0
+    source = start.checkpoint or start.origin
     if source is not None:
         # rank 0 reads, so other machines need no access to the files
-        on_all_ranks(lambda: source.load_weights(model) if is_rank0 else None)
+        on_rank0(lambda: source.load_weights(model))
         if start.checkpoint is not None:
+            # not `on_rank0`, which would send the state to all ranks; `load_state` shards it
             optimizer.load_state(on_all_ranks(lambda: source.optimizer_state() if is_rank0 else {}))
     # also new weights: their bits depend on a processor's instructions
     for tensor in model.state_dict().values():
@@ -159,8 +162,8 @@ def make_model(
 
 def note_other_schedule(saved: Mapping[str, Any], ours: Mapping[str, Any]) -> None:
     """Print a note if the code, or a default in it, has changed the schedule since the checkpoint.
-    What a longer horizon changes is no surprise, nor is a setting that the code has gained, at its
-    default."""
+    Ignores what a longer horizon changes, and settings that the code has gained, at their defaults.
+    """
     of_horizon = ("num_iterations", "peak_weight_decay")
     before = {f.name: f.default for f in fields(Schedule)} | dict(saved)
     changed = [
@@ -195,7 +198,7 @@ def restore_random_states(start: Start, device: torch.device) -> None:
     checkpoint = start.checkpoint
     if checkpoint is None:
         return
-    files = checkpoint.trainer_state["files"]
+    files = checkpoint.seal["files"]
     saved = [name for name in files if name.startswith(RNG_NAME.partition("{")[0])]
     if len(saved) != world_size:
         print0(
@@ -203,9 +206,11 @@ def restore_random_states(start: Start, device: torch.device) -> None:
             f"only matters to code that draws from the global generators, such as dropout in a fork"
         )
         return
-    states = on_rank0(
+    # rank 0 reads those of all ranks and sends them; they are small
+    of_ranks = on_rank0(
         lambda: [checkpoint.load(RNG_NAME.format(number)) for number in range(world_size)]
-    )[rank]
+    )
+    states = of_ranks[rank]
     torch.set_rng_state(states["torch"])
     version, internal, gauss = json.loads(states["python"])
     random.setstate((version, tuple(internal), gauss))
@@ -244,9 +249,9 @@ class Training:
 
     def collect(self, **more: object) -> Snapshot | None:
         """Collective. Set the optimizer's rates to those of the last step that counts, and copy the
-        state of all ranks into rank 0's memory; None on the others. Between steps, or after a step
-        that does not count, when some loaders are one step ahead. `more`: further fields of the
-        seal."""
+        state of all ranks into rank 0's memory; None on the others. Call it between steps, or after a
+        step that does not count (`Outcome.VOID`): then the loaders of some ranks are one step ahead,
+        and their cursors are taken from before it. `more`: further fields of the seal."""
         step = self.progress.step
         # a checkpoint stores the rates of the last step before it; a step that does not count (a rank
         # was out of rows, or NaN) has set its own
@@ -289,7 +294,7 @@ class Training:
         """Collective. Compare the digest of the next step with the one that the checkpoint
         predicts. ValueError if they differ. After a clean stop no step is repeated, so nothing else
         would notice that the data has changed."""
-        saved = start.state.get("next_digest")
+        saved = start.seal.get("next_digest")
         digest = None if saved is None else self.next_digest()
         on_rank0(lambda: check_digest(start.run_dir, self.progress.step, digest, saved))
 
@@ -299,7 +304,7 @@ def no_beat(step: int, where: str) -> None: ...
 
 def take_step(
     training: Training,
-    rows: torch.Tensor,
+    table: torch.Tensor,
     *,
     dry: bool,
     stop: bool,
@@ -307,7 +312,7 @@ def take_step(
     save: bool,
     beat: Callable[[int, str], None] = no_beat,
 ) -> StepTotals:
-    """Collective. Add up all ranks' rows, update the weights, and only then wait for the device,
+    """Collective. Add up all ranks' tables, update the weights, and only then wait for the device,
     once. Returns the totals; their `outcome` says whether the weights were updated.
 
     `dry`, `stop`, `unsaved`, `save`: see `StepMessage`. `beat`: called at each point that all ranks
@@ -320,7 +325,7 @@ def take_step(
     # launch the reduction; its result stays on the device
     beat(step, "reduction")
     message = add_up(
-        rows,
+        table,
         dropped=list(loader.dropped().values()),
         digest=loader.digest,
         world_size=loader.layout.world_size,

@@ -103,7 +103,7 @@ def average(checkpoints: Sequence[Checkpoint]) -> dict[str, torch.Tensor]:
 def fill(run_dir: Path, source: Path, tag: str, checkpoints: Sequence[Checkpoint]) -> None:
     """Write the files of the new run, `tag`, into its folder."""
     newest = checkpoints[0]
-    theirs = newest.trainer_state
+    theirs = newest.seal
     kept = ("tokens", "phase", "K", "tokenizer_fingerprint", "model_code")
     state = {name: theirs[name] for name in kept if name in theirs}
     state["progress"] = theirs["progress"] | {"val_bpb": None, "min_val_bpb": None}

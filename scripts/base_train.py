@@ -171,7 +171,7 @@ def build(run: Run, guard: Guard) -> Iterator[tuple[Training, Journal, Saves]]:
         print_split(run)
         begin_run(run, guard)
 
-    on_all_ranks(lambda: begin() if guard.rank == 0 else None)
+    on_rank0(begin)
     guard.watch()
     print0("start: building the model")
     with ExitStack() as stack:
@@ -283,8 +283,8 @@ def loop(run: Run, training: Training, guard: Guard, journal: Journal, saves: Sa
     last = run.horizon.num_iterations
     is_final_saved = False
     try:
-        print0("start: packing the first step")
         print0("start: steps show the smoothed loss, rates (x1: peak), norm of the gradient, time")
+        print0("start: packing the first step")
         training.check_next_step(run)
         guard.stop_if_asked()  # during the set-up
         while True:
@@ -421,7 +421,7 @@ def one_step(run: Run, training: Training, guard: Guard, journal: Journal, saves
     began = time.perf_counter()
     waited = training.loader.wait_s
     guard.beat(progress.step)
-    rows, shortage = forward_backward(training)
+    table, shortage = forward_backward(training)
     if (progress.step + 1) % RANKS_EVERY == 0:
         log_ranks(training, journal, began)
 
@@ -431,7 +431,7 @@ def one_step(run: Run, training: Training, guard: Guard, journal: Journal, saves
     unsaved = saves.report()
     totals = take_step(
         training,
-        rows,
+        table,
         dry=shortage is not None,
         stop=bool(reason),
         unsaved=unsaved is not None,

@@ -214,12 +214,12 @@ def contents(checkpoint: Checkpoint) -> dict[str, Any]:
     """
     state = {
         "architecture": checkpoint.model_config,
-        "tokenizer": checkpoint.trainer_state.get("tokenizer_fingerprint"),
+        "tokenizer": checkpoint.seal.get("tokenizer_fingerprint"),
         "cursors": checkpoint.cursors,
         "model": checkpoint.model_state(),
     }
     for name, file in (("optimizer", OPTIMIZER_NAME), ("schedule", SCHEDULER_NAME)):
-        if file in checkpoint.trainer_state["files"]:
+        if file in checkpoint.seal["files"]:
             state[name] = checkpoint.load(file)
     return state
 

@@ -348,10 +348,10 @@ def facts_about(checkpoint: Checkpoint, run: RunReader) -> list[tuple[str, Any]]
     code = launch.started.get("code") if launch else None
     return [
         ("steps", step),
-        ("tokens", checkpoint.trainer_state["tokens"]),
+        ("tokens", checkpoint.seal["tokens"]),
         (f"validation {measured}", value),
         ("digest of the last step's batch", run.digests.get(step - 1, "unknown")),
-        ("checksum of the checkpoint", checkpoint.trainer_state["checksum"]),
+        ("checksum of the checkpoint", checkpoint.seal["checksum"]),
         ("code, commit", code or "unknown"),
     ]
 

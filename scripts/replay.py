@@ -47,7 +47,6 @@ from nanochat.dist import (
     compute_cleanup,
     compute_init,
     get_compute_dtype,
-    on_all_ranks,
     on_rank0,
     versions,
 )
@@ -320,7 +319,7 @@ def compare(run: RunReader, first: int, last: int, process: Process, data_path: 
                     f"difference is in {place or 'its value'}"
                 )
 
-    on_all_ranks(lambda: judge() if process.rank == 0 else None)
+    on_rank0(judge)
     print0(f"replay: {end.path.name} follows from step {first:,} in every bit")
 
 

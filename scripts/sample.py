@@ -20,6 +20,7 @@ import torch
 from nanochat.any_step import add_data_path, add_no_keep, make_available
 from nanochat.cli import Parser, run_main, setup_logging, whole
 from nanochat.common import visible
+from nanochat.config import MAX_SEED
 from nanochat.dataloader import validation_prompts
 from nanochat.dist import (
     autodetect_device_type,
@@ -87,7 +88,9 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--top-k", type=int, default=50, help="sample from the k most likely tokens"
     )
-    parser.add_argument("--seed", type=int, default=42, help="seed of the samples")
+    parser.add_argument(
+        "--seed", type=whole(0, most=MAX_SEED), default=42, help="seed of the samples"
+    )
     return parser.parse_args(argv)
 
 

@@ -119,7 +119,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         ok(f"{describe_memory(parts)}, with --device-batch-size={start.settings.device_batch_size}")
     if not refused:
         ok(f"run directory {start.run_dir}{default}: {beginning(start)}")
-    if start.state.get("status") == "halted" and (over := start.over()) is not None:
+    if start.seal.get("status") == "halted" and (over := start.over()) is not None:
         print(f"note: {over.sentence}")
     # float32 weights, and two more float32 per weight in the optimizer
     check_disk(start, 3 * sum(4 * p.numel() for p in model.parameters()))

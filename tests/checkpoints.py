@@ -36,13 +36,16 @@ def states(seed):
         },
         "model_config": CONFIG,
         "cursors": [{"lane": i, "row": seed * 3, "ledger": {"web": {"read": i}}} for i in range(4)],
-        "trainer_state": {"tokens": seed * 1000, "version": seed, "tokenizer_fingerprint": "abc"},
+        "seal": {"tokens": seed * 1000, "version": seed, "tokenizer_fingerprint": "abc"},
     }
 
 
-def save(run, step, *, name=None):
+def save(run, step, *, name=None, **seal):
+    """Write a checkpoint with further fields of its seal, such as `status`."""
     rd.open_folders(run)
-    return ckpt.Snapshot(step, **states(step)).write(run, name or f"checkpoint-{step}")
+    of_step = states(step)
+    of_step["seal"] |= seal
+    return ckpt.Snapshot(step, **of_step).write(run, name or f"checkpoint-{step}")
 
 
 def newest(run):

@@ -409,7 +409,7 @@ def a_step_is_a_second(total_s: float) -> None:
 
     def watched(self: Any, now: float | None = None) -> str:
         self.checks = getattr(self, "checks", 0) + 1
-        return original(self, (self._deadline or 0.0) - total_s + self.checks)
+        return original(self, (self.deadline or 0.0) - total_s + self.checks)
 
     StopWatch.after_step = watched  # type: ignore[method-assign]
 
@@ -534,10 +534,10 @@ def state_of(checkpoint: Path) -> dict[str, Any]:
     loaded = checkpoint_module.load_checkpoint(checkpoint)
     kept = {
         k: v
-        for k, v in loaded.trainer_state.items()
+        for k, v in loaded.seal.items()
         if k not in ("wandb_id", "progress", "files", "checksum")
     }
-    progress = {k: v for k, v in loaded.trainer_state["progress"].items() if k != "train_time_s"}
+    progress = {k: v for k, v in loaded.seal["progress"].items() if k != "train_time_s"}
     return {
         "model": as_bytes(loaded.model_state()),
         "optimizer": as_bytes(loaded.optimizer_state()),

@@ -32,7 +32,7 @@ def test_bad_names_and_states_are_refused_and_leave_no_file(tmp_path):
         with pytest.raises(AssertionError, match=name):
             save(tmp_path, 7, name=name)
     for changed, message in (
-        ({"trainer_state": {"x": Path}}, "JSON"),
+        ({"seal": {"x": Path}}, "JSON"),
         ({"states": {"rng/rank_0.pkl": {"numpy": Path("x")}}}, r"rng/rank_0.pkl: .*Path"),
     ):
         with pytest.raises(TypeError, match=message):
@@ -86,11 +86,19 @@ def test_a_file_that_the_seal_does_not_list_is_not_read(whole, tmp_path):
 def test_a_halt_at_the_step_of_a_stop_replaces_it_and_keeps_its_checkpoint(tmp_path):
     """Regression: the checkpoint of the stop was kept, so every launch set up and halted again."""
     for status in ("stopped", "halted", "halted"):
-        stop = states(3)
-        stop["trainer_state"] = {**stop["trainer_state"], "status": status}
-        path = ckpt.Snapshot(3, **stop).write(tmp_path, "checkpoint-3-shutdown")
+        path = save(tmp_path, 3, name="checkpoint-3-shutdown", status=status)
     assert ckpt.read_seal(path)["status"] == "halted"
     assert ckpt.verify_checkpoint(path.with_name("checkpoint-3"))["status"] == "stopped"
+
+
+def test_a_save_at_the_step_where_the_run_was_extended_keeps_the_checkpoint_that_is_there(tmp_path):
+    """Regression: it was deleted, and then could not be renamed. The first `final` has become
+    checkpoint-10, which is `completed`; the run goes on from an earlier checkpoint."""
+    save(tmp_path, 10, name="final", status="completed")
+    save(tmp_path, 20, name="final", status="completed")
+    save(tmp_path, 10, status="running")
+    assert names(tmp_path) == ["checkpoint-10", "final"]
+    assert ckpt.verify_checkpoint(tmp_path / "checkpoints" / "checkpoint-10")["step"] == 10
 
 
 def test_a_save_never_makes_the_run_directory(tmp_path, caplog):

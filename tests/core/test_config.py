@@ -100,16 +100,24 @@ def test_help_shows_each_flag_with_its_default():
         ),
         (["--num-iterations=-2"], "--num-iterations: got -2, expected at least 1"),
         *(
+            ([f"--{name}={value}"], f"--{name}: got {value}, expected at least 0 and at most")
+            for name in ("seed", "data-seed")
+            for value in (-1, 2**48)
+        ),
+        *(
             ([f"--{name}={10**15}"], f"--{name}: got {10**15}, expected at least 1 and at most")
             for name in (
                 "depth",
                 "aspect-ratio",
                 "head-dim",
-                "max-seq-len",
                 "device-batch-size",
                 "total-batch-size",
                 "num-iterations",
             )
+        ),
+        *(
+            ([f"--max-seq-len={value}"], f"--max-seq-len: got {value}, expected at least 2 and")
+            for value in (1, 10**15)
         ),
         *(
             ([f"--{name}-lr=1e308"], f"--{name}-lr: got 1e+308, expected at least 0 and at most")
@@ -485,6 +493,14 @@ def rules_of_settings(run_dir):
             answers[name] = "weights fit" if " --init-from=" in str(e) else "refused"
     receipts = {kind.__name__: [*receipt.row_settings(run)] for kind, run in RUNS.items()}
     return [receipts, answers]
+
+
+def test_a_refusal_shows_values_as_they_are():
+    """Regression: "RUN/" in a path became the run's folder."""
+    then = replace(RUN, without_documents="/data/MYRUN/list.txt")
+    now = replace(RUN, without_documents="/data/MYRUN/other.txt")
+    with pytest.raises(ValueError, match=r"the run has '/data/MYRUN/list.txt', this launch"):
+        resume_settings(then.to_json(), now, run_dir=RUN_DIR)
 
 
 def test_a_reworded_sentence_changes_no_rule_of_a_resume_and_no_receipt(tmp_path):

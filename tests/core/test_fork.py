@@ -81,8 +81,8 @@ def test_its_config_records_the_parent_and_that_nothing_changes():
     theirs = load_checkpoint(training.run_dir("parent") / "checkpoints" / f"checkpoint-{AT}")
     record = read_config(training.run_dir("child"))["fork"]
     assert record["run"] == "parent" and record["step"] == AT and record["changes"] == {}
-    assert record["checksum"] == theirs.trainer_state["checksum"]
-    assert record["tokens"] == theirs.trainer_state["tokens"]
+    assert record["checksum"] == theirs.seal["checksum"]
+    assert record["tokens"] == theirs.seal["tokens"]
 
 
 def test_its_record_does_not_name_a_length_that_is_its_parents():
@@ -107,7 +107,7 @@ def test_it_begins_with_the_parents_checkpoint_and_cursors():
     fork()
     assert min(cursor_files(training.run_dir("child"))) == AT
     first = training.run_dir("child") / "checkpoints" / f"checkpoint-{AT}"
-    assert load_checkpoint(first).trainer_state["kept"], "its early steps are replayed from there"
+    assert load_checkpoint(first).seal["kept"], "its early steps are replayed from there"
     assert weights("child", f"checkpoint-{AT}") == weights("parent", f"checkpoint-{AT}")
 
 
@@ -165,7 +165,7 @@ def test_a_fork_that_was_killed_before_it_had_a_checkpoint_begins_as_it_did(work
     assert digests("child", AT) == digests("other", AT)
     assert losses("child") == losses("other")
     first = load_checkpoint(training.run_dir("child") / "checkpoints" / f"checkpoint-{AT}")
-    assert first.trainer_state["next_digest"] is None, "files joined, so the next step is new"
+    assert first.seal["next_digest"] is None, "files joined, so the next step is new"
 
 
 def test_a_fork_of_an_extended_run_has_its_horizon():

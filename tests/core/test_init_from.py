@@ -59,7 +59,7 @@ def test_weights_are_those_of_the_origin_and_everything_else_is_new():
     assert taken["model"] == as_bytes(theirs.model_state())
     assert taken["optimizer"]["step"] == 0
     origin = read_config(training.run_dir())["origin"]
-    checksum = theirs.trainer_state["checksum"]
+    checksum = theirs.seal["checksum"]
     expected = {"run": "origin", "checkpoint": "checkpoint-6", "step": 6, "checksum": checksum}
     assert origin.items() >= expected.items()
     assert digests() == digests("origin")[:1], "it starts at the beginning of the data"
@@ -134,7 +134,7 @@ def test_killed_before_its_first_checkpoint_a_run_starts_from_the_same_origin_ag
     assert find_checkpoint("origin").step == STEPS, "the origin has newer checkpoints now"
     succeed(**more)
     succeed(model_tag="fresh", **{**more, "init_from": "origin@6"})
-    assert load_checkpoint(checkpoint("checkpoint-4")).trainer_state["step"] == 4
+    assert load_checkpoint(checkpoint("checkpoint-4")).seal["step"] == 4
     assert digests() == digests("fresh") and losses() == losses("fresh")
     assert read_config(training.run_dir())["origin"] == before
 

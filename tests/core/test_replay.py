@@ -44,7 +44,7 @@ def test_a_replayed_step_is_the_saved_one_in_every_bit(twin, step):
     assert outcome.code == 0, outcome.err
     if step > 0:
         assert state(step) == state(step, "twin")
-    assert load_checkpoint(checkpoint(step)).trainer_state["kept"]
+    assert load_checkpoint(checkpoint(step)).seal["kept"]
 
 
 def test_on_two_processes_and_after_a_resume_the_bits_are_the_same(twin):
@@ -77,7 +77,7 @@ def test_a_skipped_step_whose_loss_was_not_finite_is_replayed():
         assert training.steps("spiky")[18]["loss"] is None
         outcome = command(replay.main, "spiky@20")
     assert outcome.code == 0, outcome.err
-    assert load_checkpoint(checkpoint(20, "spiky")).trainer_state["progress"]["skipped"] == 1
+    assert load_checkpoint(checkpoint(20, "spiky")).seal["progress"]["skipped"] == 1
 
 
 def test_a_replay_is_kept_by_retention():

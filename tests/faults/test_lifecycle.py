@@ -21,6 +21,8 @@ from unittest import mock
 import pytest
 
 from nanochat import run_owner, run_state, run_stop
+from nanochat.config import Settings
+from nanochat.run_guard import Guard
 from nanochat.run_owner import OWNER_NAME, RunState, claim, exit_code, liveness
 from nanochat.run_state import (
     STATE_NAME,
@@ -766,3 +768,15 @@ def test_an_error_in_checking_the_owner_ends_nothing(tmp_path, monkeypatch):
     owner = owner_of(tmp_path)
     monkeypatch.setattr(run_owner, "open_regular", raiser(OSError(errno.EIO, "Input/output error")))
     assert owner.lost() == ""
+
+
+def test_a_signal_is_recorded_while_slurm_is_asked_for_the_end_of_the_job(monkeypatch):
+    """Regression: handlers were set after that, which takes up to ten seconds."""
+
+    def asked(env):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return ""
+
+    monkeypatch.setattr(run_stop, "slurm_end", asked)
+    with Guard(Settings(device_type="cpu")) as guard:
+        assert guard.reason() == "SIGTERM"

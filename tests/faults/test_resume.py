@@ -265,7 +265,7 @@ def test_on_processes_that_do_not_divide_the_leaves_the_data_is_the_same_and_los
     for tag in ("run", "on-four"):
         assert digests(tag) == reference["digests"]
         assert losses(tag) == pytest.approx(reference["losses"], abs=2e-4)
-        assert load_checkpoint(final(tag)).trainer_state["K"] == 2
+        assert load_checkpoint(final(tag)).seal["K"] == 2
         assert state_of(final(tag))["cursors"] == reference["final"]["cursors"]
 
 
@@ -428,7 +428,7 @@ def test_the_id_of_the_wandb_run_survives_a_launch_that_saved_nothing(monkeypatc
     succeed(num_iterations=4, save_every=-1)  # a launch without wandb in between
     succeed(num_iterations=6, save_every=-1, run="another name")
     assert fake.given == [first, first] and len(events("wandb")) == 1
-    assert load_checkpoint(final()).trainer_state["wandb_id"] == first
+    assert load_checkpoint(final()).seal["wandb_id"] == first
     succeed(num_iterations=2, save_every=-1, run="name", resume="scratch", force=True)
     assert fake.given == [first, first, None], "a run that started over is a new one"
 
@@ -438,7 +438,7 @@ def test_wandb_offline_continues_the_same_run():
         outcome = succeed(run="name", num_iterations=num_iterations, save_every=-1)
         assert "without it" not in outcome.err
     [wandb_id] = {
-        load_checkpoint(final()).trainer_state["wandb_id"],
+        load_checkpoint(final()).seal["wandb_id"],
         *(e["id"] for e in events("wandb")),
     }
     assert wandb_id

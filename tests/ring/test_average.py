@@ -28,9 +28,7 @@ def test_average_writes_the_mean_of_the_newest_good_checkpoints(run, caplog):
         for name in ("checkpoint-2", "checkpoint-4", "final")
     ]
     assert (
-        averaged.step == 8
-        and averaged.path.name == "final"
-        and len(averaged.trainer_state["averaged"]) == 3
+        averaged.step == 8 and averaged.path.name == "final" and len(averaged.seal["averaged"]) == 3
     )
     for name, tensor in averaged.model_state().items():
         mean = torch.stack([state[name].double() for state in states]).mean(dim=0)
@@ -47,7 +45,7 @@ def test_average_writes_the_mean_of_the_newest_good_checkpoints(run, caplog):
 
 def test_an_average_has_the_hashes_of_the_code_that_trained_it(run):
     average.main(["run", "--last=2"])
-    averaged, final = (find_checkpoint(name).trainer_state for name in ("run-average-2", "run"))
+    averaged, final = (find_checkpoint(name).seal for name in ("run-average-2", "run"))
     assert averaged["model_code"] == final["model_code"]
 
 

@@ -123,7 +123,7 @@ def test_a_run_writes_its_log_config_and_checkpoints(workplace):
     assert outcome.out.rstrip().endswith(
         "next: python -m scripts.sample run, python -m scripts.page run"
     )
-    state = load_checkpoint(final()).trainer_state
+    state = load_checkpoint(final()).seal
     assert state["status"] == "completed" and state["progress"]["tokens"] == 4 * training.STEP
     model, tokenizer, meta = load_model("run", "cpu")
     assert meta["step"] == 4 and tokenizer.fingerprint == config["tokenizer_fingerprint"]

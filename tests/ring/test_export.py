@@ -363,7 +363,7 @@ def test_config_and_card_describe_the_model(base):
         training.digests()[-1],
         f"{val:.6f}",
         "4,096",
-        checkpoint.trainer_state["checksum"],
+        checkpoint.seal["checksum"],
     ):
         assert fact in card, fact
     assert str(base) not in card, "no path of this machine"
@@ -452,7 +452,7 @@ def test_an_export_to_nanochat_is_imported_with_equal_weights_and_bits_per_byte(
         == 0
     )
     assert weights("back") == weights("run")
-    imported, trained = (find_checkpoint(name).trainer_state for name in ("back", "run"))
+    imported, trained = (find_checkpoint(name).seal for name in ("back", "run"))
     assert imported["model_code"] == trained["model_code"]
     (base / "data").rename(base / "away")
     assert (

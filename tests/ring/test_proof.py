@@ -59,12 +59,12 @@ def rewrite(step, change, tag="run", **config):
     would."""
     path = training.run_dir(tag) / "checkpoints" / f"checkpoint-{step}"
     theirs = load_checkpoint(path)
-    contents = {name: (path / name).read_bytes() for name in theirs.trainer_state["files"]}
+    contents = {name: (path / name).read_bytes() for name in theirs.seal["files"]}
     weights = {name: tensor.clone() for name, tensor in theirs.model_state().items()}
     change(weights)
     contents[MODEL_NAME] = weights
     contents[MODEL_CONFIG_NAME] = json.dumps({**theirs.model_config, **config}).encode()
-    head = {k: v for k, v in theirs.trainer_state.items() if k not in ("files", "checksum")}
+    head = {k: v for k, v in theirs.seal.items() if k not in ("files", "checksum")}
     assert {CURSORS_NAME, MODEL_CONFIG_NAME} <= contents.keys()
     shutil.rmtree(path)
     write_sealed(path, head, contents)

@@ -122,7 +122,7 @@ def test_a_tracker_gets_the_values_of_the_log_and_its_failure_never_stops_the_ru
     assert [method for method, *_ in calls] == {"init": ["init"], "log": ["init", "log"]}.get(
         fail_at, ["init", *["log"] * (len(calls) - 2), "finish"]
     )
-    wandb_id = load_checkpoint(final(tag)).trainer_state["wandb_id"]
+    wandb_id = load_checkpoint(final(tag)).seal["wandb_id"]
     assert wandb_id == ("id" if name == "wandb" and fail_at != "init" else None)
     if fail_at == "nothing":
         settings = calls[0][1]

@@ -31,8 +31,8 @@ def test_a_saved_checkpoint_and_its_kept_cursors_are_read_back_bit_for_bit(tmp_p
         assert as_bytes(loaded.load(name)) == as_bytes(dict(state))
     assert loaded.cursors == wrote["cursors"] and loaded.model_config == CONFIG
     assert (
-        loaded.trainer_state.items()
-        >= {"step": 7, "architecture_hash": hash_json(CONFIG), **wrote["trainer_state"]}.items()
+        loaded.seal.items()
+        >= {"step": 7, "architecture_hash": hash_json(CONFIG), **wrote["seal"]}.items()
     )
     assert files_of(path) == [
         "dataloader_state/lanes.json.gz",

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from nanochat import model_code
 from nanochat.attention import attention
 from nanochat.fp8 import Float8Linear
 from nanochat.gpt import Linear
@@ -50,3 +51,12 @@ def test_a_file_that_only_one_of_two_models_uses_has_not_changed():
     loaded = code_of(Linear(2, 2))
     assert training.keys() != loaded.keys()
     assert changed_code(training, loaded) == changed_code(loaded, training) == []
+
+
+def test_a_model_may_be_defined_in_a_package(monkeypatch, tmp_path):
+    package = tmp_path / "nanochat"
+    (package / "models").mkdir(parents=True)
+    (package / "models" / "__init__.py").write_bytes(CODE)
+    monkeypatch.setattr(model_code, "PACKAGE", package)
+    model = type("Model", (torch.nn.Module,), {"__module__": "nanochat.models"})()
+    assert code_of(model) == {"nanochat/models/__init__.py": hash_code(CODE)}

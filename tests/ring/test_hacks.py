@@ -122,7 +122,7 @@ class Simple(Packer):
     def waiting(self):
         return dict(self.queue)
 
-    def push(self, key, length, start=0, arrival=None):
+    def push(self, key, length, used=0, arrival=None):
         self.queue[key] = Piece(length, 0, 0)
         self.tokens += length
 

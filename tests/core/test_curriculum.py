@@ -36,7 +36,7 @@ def test_the_order_of_names_and_the_notation_of_weights_do_not_matter():
     mixers = [mixer((1, mix)) for mix in same]
     assert len({tuple(m.bucket(0, k) for k in range(600)) for m in mixers}) == 1
     assert len({curriculum((5, mix)).identity() for mix in same}) == 1
-    assert Phase(5, {"web": 0.75, "code": 0.25}).shares() == {"code": 1, "web": 3}
+    assert Phase(5, {"web": 0.75, "code": 0.25}).proportions() == {"code": 1, "web": 3}
 
 
 # ---- the file ------------------------------------------------------------------------------------

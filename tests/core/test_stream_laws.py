@@ -187,7 +187,7 @@ class World:
         )
         left = [cursor for cursor in run.cursors if (bucket, cursor["lane"]) in run.unread]
         for cursor in left:
-            shares = self.config.curriculum.phases[mixer.phase_of(cursor["row"])[0]].shares()
+            shares = self.config.curriculum.phases[mixer.phase_of(cursor["row"])[0]].proportions()
             assert bucket not in shares and set(shares) <= set(cursor["dropped"])
         return not left
 

@@ -96,7 +96,7 @@ class BucketPlan:
             return 0.0
         T = (account["emitted"] + account["padded"]) // num_rows - 1
         # of the tokens that came with documents, a part is BOS, or the overlap of stored windows
-        came = self._left - self._put_into_rows
+        came = self._departed - self._put_into_rows
         added = account["bos"] + account["repeated"] - self._put_into_rows
         new = came * (1 - added / max(1, account["read"] + added))
         return new / num_rows * self.trained / T / max(1, self.tokens)
@@ -107,14 +107,13 @@ class BucketPlan:
         return token_share(self.account, "cropped")
 
     @property
-    def silent(self) -> float:
+    def without_loss(self) -> float:
         """If documents are cropped: the share of the tokens in rows that are repeated, so that they
         have no loss. All of a document's repeated tokens are at its beginning, which is not cropped;
         the account also counts those of pending documents."""
         account = self.account
         came = account["read"] + account["bos"] + account["repeated"]
-        left = account["emitted"] + account["cropped"]
-        return min(1.0, account["repeated"] * left / max(1, came * account["emitted"]))
+        return min(1.0, account["repeated"] * self._departed / max(1, came * account["emitted"]))
 
     @property
     def repeated(self) -> float:
@@ -124,12 +123,12 @@ class BucketPlan:
         """
         account = self.account
         if self._put_into_rows:
-            return account["repeated"] / max(1, self._left)
+            return account["repeated"] / max(1, self._departed)
         # stored windows bring their overlap with them, so a part of it is still pending
         return account["repeated"] / max(1, account["read"] + account["bos"] + account["repeated"])
 
     @property
-    def _left(self) -> int:
+    def _departed(self) -> int:
         """Tokens that left the buffers."""
         return self.account["emitted"] + self.account["cropped"]
 
@@ -381,8 +380,9 @@ class Lengths:
             used = np.minimum(lengths, config.T + 1) if crops(config) else lengths
             return used / (config.T + 1)
 
+        num_bos = 1 if config.framed else 0
         if (sample := self.sample) is not None:
-            tokens = sample.total(sample.lengths - config.framed)
+            tokens = sample.total(sample.lengths - num_bos)
             return self.entries, round(tokens), sample.total(rows_of(sample.lengths))
 
         documents = 0
@@ -392,7 +392,7 @@ class Lengths:
             lengths, repeated = self.source.lengths(group, np.arange(n))
             documents += repeated.count(0)
             self.windows |= any(repeated)
-            tokens += sum(lengths) - sum(repeated) - config.framed * n
+            tokens += sum(lengths) - sum(repeated) - num_bos * n
             num_rows += float(rows_of(np.array(lengths)).sum())
         return documents, tokens, num_rows
 

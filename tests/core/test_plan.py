@@ -288,7 +288,7 @@ def test_the_share_without_loss_of_cropped_windows_is_that_of_their_rows(tmp_pat
     exact = np.minimum(repeated, T + 1).sum() / np.minimum(lengths, T + 1).sum()
     config = StreamConfig(T=T, V=4, buffer_size=64)
     plan = make_plan(config, {"data": data}, rows_per_step=8, num_steps=2)
-    assert plan.crops and plan.buckets["data"].silent == pytest.approx(exact, abs=0.05)
+    assert plan.crops and plan.buckets["data"].without_loss == pytest.approx(exact, abs=0.05)
 
 
 def test_a_few_books_among_many_notes_are_estimated_by_the_sizes_of_their_files(

@@ -36,7 +36,7 @@ from nanochat.order import Order, StreamConfig, open_order
 from nanochat.pins import place_of
 from nanochat.rows import Row
 from nanochat.sources import Source
-from nanochat.stream import Cursor, DocumentKey, RowsConfig, Stream
+from nanochat.stream import AnyStreamConfig, Cursor, DocumentKey, Stream
 
 log = logging.getLogger(__name__)
 
@@ -57,7 +57,7 @@ class SampleFinder(Protocol):
     """
 
     @property
-    def config(self) -> RowsConfig: ...
+    def config(self) -> AnyStreamConfig: ...
     def document_length(self, bucket: str, document: int) -> int: ...
     def samples_with(self, bucket: str, document: int) -> Sequence[Piece]: ...
 

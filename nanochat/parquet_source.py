@@ -38,8 +38,8 @@ from nanochat.text import (
 from nanochat.text_kinds import is_empty_text
 from nanochat.tokenizer import CannotEncode, Tokenizer
 
-# footers in memory. A footer was parsed for each group that was read: with 10,000 groups of a single
-# document in a file, a launch resumed after 25 s of processor time
+# Footers in memory. If each read of a group parses one, a resume takes 25 s of processor time with
+# 10,000 groups of a single document in a file.
 FOOTERS = 8
 GROUPS_AHEAD = 3  # the group that a lane reads now, and those after it
 
@@ -89,7 +89,7 @@ class ParquetSource(Source):
 
     @staticmethod
     def scan_file(path: AnyPath, name: str, text_field: str) -> Pin:
-        """See `Source.scan_file`. "nulls": their number, if there are any; None if the footer does
+        """The pin has "nulls": their number, if there are any; None if the footer does
         not say it."""
         footer = read_footer(path, text_field)
         documents = sum(footer.counts)
@@ -113,7 +113,7 @@ class ParquetSource(Source):
 
     @staticmethod
     def check_scanned(files: Sequence[AnyPath], text_field: str) -> None:
-        """See `Source.check_scanned`: an error if all documents are empty."""
+        """ValueError if all documents are empty."""
         if all(is_blank(file, text_field) for file in files):
             raise ValueError(
                 f"{files[0]}: this data ({counted(len(files), 'file')}) contains only empty documents; "
@@ -121,7 +121,7 @@ class ParquetSource(Source):
             )
 
     def read(self, group: int, numbers: np.ndarray, keep: int = 0) -> list[Document]:
-        """See `Source.read`. The next documents up to `keep` are also decoded, and kept compressed."""
+        """The next documents up to `keep` are also decoded, and kept compressed."""
         if self.is_small(group):
             with self._locks[group]:  # other threads wait here until this group is decoded
                 packed = self._groups(group)
@@ -148,7 +148,6 @@ class ParquetSource(Source):
         return [Document(ids[begin:end].copy()) for begin, end in pairwise(edges.tolist())]
 
     def expect(self, groups: Sequence[int]) -> None:
-        """See `Source.expect`."""
         for distance, group in enumerate(groups):
             file, row_group = self.file_of(group)
             path = self.paths[file]
@@ -165,7 +164,6 @@ class ParquetSource(Source):
             yield from self._decode(group, 0, num_documents, 0).to_pylist()
 
     def origin_of(self, group: int, number: int) -> Place | None:
-        """See `Source.origin_of`."""
         origins = self._origins(group)
         if origins is None:
             return None

@@ -198,7 +198,8 @@ def uses_of(
 def fate(opened: Opened, one_pass: Pass, *, searched_from: int = 0) -> str:
     """What became of a document's tokens that are in no row; empty if every token is in a row.
     `searched_from`: the first step whose rows are known."""
-    run, expected = opened.run, one_pass.expected
+    run = opened.run
+    expected = one_pass.expected
     since = ""
     untrained = "never trained on"
     if searched_from > 0:

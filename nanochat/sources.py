@@ -98,7 +98,8 @@ class Source:
 
     def __init__(self, manifest: Manifest, tokenizer: Tokenizer):
         files = manifest["files"]
-        self.manifest, self.tokenizer = manifest, tokenizer
+        self.manifest = manifest
+        self.tokenizer = tokenizer
         self.bos = tokenizer.get_bos_token_id()
         self.fingerprint = fingerprint(manifest)
         self.groups, self.means = counts_and_means(manifest)
@@ -111,7 +112,8 @@ class Source:
 
     def _are_small(self, first_group: int, stop: int | None) -> bool:
         """Whether the documents of these groups are shuffled one by one."""
-        documents, means = self.groups[first_group:stop], self.means[first_group:stop]
+        documents = self.groups[first_group:stop]
+        means = self.means[first_group:stop]
         return int(documents @ means) <= SMALL_TOKENS and int(documents.sum()) <= SMALL_DOCUMENTS
 
     def is_small(self, group: int) -> bool:
@@ -353,7 +355,7 @@ def prepared(
             for entry in filter(is_prepared, manifest["files"]):
                 name = entry["name"]
                 files.append(TextFile(root / name, name, split, selection))
-    made = {(file.split, file.path): found for file, found in zip(files, prepare(files))}
+    results = {(file.split, file.path): result for file, result in zip(files, prepare(files))}
 
     ready: Manifests = {}
     for split, buckets in manifests.items():
@@ -361,10 +363,10 @@ def prepared(
         for bucket, manifest in buckets.items():
             entries = []
             for entry in manifest["files"]:
-                found = made.get((split, as_path(manifest["root"]) / entry["name"]))
-                entries.append(entry if found is None else {**entry, "parquet": str(found.path)})
+                result = results.get((split, as_path(manifest["root"]) / entry["name"]))
+                entries.append(entry if result is None else {**entry, "parquet": str(result.path)})
             ready[split][bucket] = {**manifest, "files": entries}
-    records = {file: made[file.split, file.path].record for file in files}
+    records = {file: results[file.split, file.path].record for file in files}
     empty = {file: record for file, record in records.items() if not record.documents}
     if empty and not is_new:
         file = next(iter(empty))
@@ -425,18 +427,18 @@ def check_files(
         moved[split] = {
             bucket: _find_again(manifest, folders[split]) for bucket, manifest in buckets.items()
         }
-    found = prepared(moved, strict=strict)
+    present = prepared(moved, strict=strict)
     for split, buckets in manifests.items():
         for bucket, manifest in buckets.items():
-            found[split][bucket]["files"] = _compare(manifest, found[split][bucket])
-    return found
+            present[split][bucket]["files"] = _compare(manifest, present[split][bucket])
+    return present
 
 
 def check(manifest: Manifest, folder: AnyPath | None = None, *, strict: bool = False) -> Manifest:
     """`check_files` for one bucket."""
     split = manifest.get("part", "train")
-    found = check_files({split: {BUCKET: manifest}}, folder, folder, strict=strict)
-    return found[split][BUCKET]
+    present = check_files({split: {BUCKET: manifest}}, folder, folder, strict=strict)
+    return present[split][BUCKET]
 
 
 def warn_of_arrivals(manifests: Manifests, data: DataPath, data_format: str, began: float) -> None:

@@ -42,26 +42,33 @@ from nanochat.sources import Source
 from nanochat.tokenizer import TokenizerSettings
 
 FORMAT = 5  # of cursors
-LEDGER = {  # of a bucket; all but the last three count tokens
-    "read": "of the documents that were read, as stored",
-    "bos": "put in front of documents and of their continuations",
-    "repeated": "read or emitted a second time, as context",
-    "emitted": "in rows",
-    "cropped": "dropped",
-    "pending": "read, but not yet in a row",
-    "padded": "in rows, from no document",
-    "rows": "packed",
-    "documents": "read",
-    "epochs": "that the lane furthest ahead has left behind",
-}
+LEDGER = (  # the counts of a bucket
+    "read",  # tokens of the documents that were read, as stored
+    "bos",  # tokens put in front of documents and of their continuations
+    "repeated",  # tokens read or emitted a second time, as context
+    "emitted",  # tokens in rows
+    "cropped",  # tokens dropped
+    "pending",  # tokens read, but not yet in a row
+    "padded",  # tokens in rows, from no document
+    "rows",  # packed
+    "documents",  # read
+    "epochs",  # that the lane furthest ahead has finished
+)
 # the counts of a feed that make up the ledger; row: how many this feed has packed
-FEED = dict.fromkeys(
+FEED_SHAPE = dict.fromkeys(
     ("epoch", "documents", "read", "row", "inserted", "repeated", "cropped", "padded", "pending"),
     int,
 )
-CURSOR = {"format": int, "lane": int, "stream": dict, "row": int, "dropped": [str], "buckets": dict}
+CURSOR_SHAPE = {
+    "format": int,
+    "lane": int,
+    "stream": dict,
+    "row": int,  # how many the lane has produced
+    "dropped": [str],
+    "buckets": dict,
+}
 
-Cursor = dict[str, Any]  # of shape CURSOR
+Cursor = dict[str, Any]  # of this shape
 
 
 class DocumentKey(NamedTuple):
@@ -103,7 +110,7 @@ class LaneState(NamedTuple):
     feeds: Any  # {bucket: FeedState}; another kind of stream has its own counts
 
 
-class RowsConfig(Protocol):
+class AnyStreamConfig(Protocol):
     """What decides a stream's rows: a `StreamConfig`, or its counterpart in another order."""
 
     @property
@@ -115,12 +122,8 @@ class RowsConfig(Protocol):
     def identity(self) -> dict[str, Any]: ...
 
 
-class OpensStream(RowsConfig, Protocol):
+class OtherStreamConfig(AnyStreamConfig, Protocol):
     """A configuration of an order other than that of lanes."""
-
-    @property
-    def framed(self) -> bool:
-        """See `StreamConfig.framed`."""
 
     def open(
         self, sources: Mapping[str, Source], lanes: Sequence[int], **arguments: Any
@@ -133,7 +136,9 @@ class AnyStream(Protocol):
     `Stream` documents the methods.
     """
 
-    config: Any
+    @property
+    def config(self) -> AnyStreamConfig: ...
+
     lanes: list[int]
     buckets: list[str]
     mixer: Mixer | None  # None without a curriculum
@@ -157,10 +162,18 @@ class Unit(NamedTuple):
 class Feed:
     """One bucket in one lane.
 
-    `pool` prefetches the next unit; without a pool, each unit is read when it is needed. What runs in
-    the pool (`_fetch`, `_fetch_pending` and what they call) touches only what never changes after
-    `__init__`. All else belongs to one thread at a time: the one that constructs the feed, then the
-    loader's. Sources, orders and the pool are shared with other lanes.
+    `pool` prefetches the next unit; without a pool, each unit is read when it is needed.
+
+        method                            thread          touches
+        __init__, restore                 the maker's     all of the feed
+        prefetch, pack, next_row, state   the loader's    all of the feed, one call at a time
+        _fetch, _fetch_pending            the pool's      only what never changes after `__init__`:
+          and what they call                              config, source, order; and of the packer
+                                                          max_tokens, own_bos, whole_length
+
+    A feed without a loader (of validation, a plan, `find` or --skip-steps) has one thread and its
+    pool. Each rank has feeds of its own lanes; when a run starts, rank 0 also makes feeds of all lanes,
+    for its first cursors and its plan. Sources, orders and the pool are shared with other lanes.
     """
 
     def __init__(
@@ -242,12 +255,10 @@ class Feed:
         return marked
 
     def prefetch(self) -> None:
-        """Have the pool read the next unit if few documents are pending.
-
-        Few: less than the target plus half a unit.
-        """
+        """Have the pool read the next unit if the packer will soon want it: if it has less than it
+        wants now and a margin."""
         target = self.config.fill_target(self.packer.num_rows)
-        if self.packer.wants(target + self.order.batch // 2):
+        if self.packer.wants(target + self.order.margin):
             self._submit_unit()
 
     def _submit_unit(self) -> None:
@@ -349,7 +360,10 @@ class Feed:
         return self.packer.next_row()
 
     def next_row(self, index: int) -> Row | None:
-        """The next row, which is the lane's row `index`. None if the bucket is dry."""
+        """The next row, which is the lane's row `index`. None if the bucket is dry.
+
+        Raises what `pack` raises, and what reading a pending document has raised in the pool.
+        """
         placed = self.pack()
         if placed is None:
             return None
@@ -390,7 +404,7 @@ class Feed:
         documents of the data; if the length of one has changed, the row that needs it raises it.
         """
         what = f"cursor of lane {self.lane}, bucket {self.bucket!r}"
-        check_shape(state, {**FEED, "place": int, "left": int, "waiting": [[int]]}, what)
+        check_shape(state, {**FEED_SHAPE, "place": int, "left": int, "waiting": [[int]]}, what)
         waiting: dict[DocumentKey, Piece] = {}
         for entry in state["waiting"]:
             self._check_waiting(entry, what)
@@ -465,7 +479,9 @@ def ledger(cursors: Sequence[Cursor], T: int) -> dict[str, dict[str, int]]:
     total: dict[str, dict[str, int]] = {}
     for cursor in cursors:
         check_shape(cursor, {"buckets": dict}, "cursor of a lane")
-        check_shape(cursor["buckets"], dict.fromkeys(cursor["buckets"], FEED), "cursor of a lane")
+        check_shape(
+            cursor["buckets"], dict.fromkeys(cursor["buckets"], FEED_SHAPE), "cursor of a lane"
+        )
         for bucket, feed in cursor["buckets"].items():
             account = total.setdefault(bucket, dict.fromkeys(LEDGER, 0))
             account["bos"] += feed["inserted"]
@@ -483,12 +499,12 @@ def token_share(account: Mapping[str, int], name: str) -> float:
     Tokens that left the buffers were emitted or cropped. Tables show the cropped share as `cropped
     %`.
     """
-    left = account["emitted"] + account["cropped"]
-    return account[name] / max(1, left)
+    departed = account["emitted"] + account["cropped"]
+    return account[name] / max(1, departed)
 
 
 def stream_identity(
-    config: RowsConfig, sources: Mapping[str, Source], tokenizer: str
+    config: AnyStreamConfig, sources: Mapping[str, Source], tokenizer: str
 ) -> dict[str, Any]:
     """Everything that decides the rows, as JSON values: equal identities mean equal rows."""
     identity = config.identity()
@@ -506,8 +522,9 @@ def check_cursors(
     Cursors of other lanes are allowed.
     """
     for cursor in cursors:
-        check_shape(cursor, CURSOR, "cursor of a lane")
-        lane, theirs = cursor["lane"], cursor["stream"]
+        check_shape(cursor, CURSOR_SHAPE, "cursor of a lane")
+        lane = cursor["lane"]
+        theirs = cursor["stream"]
         if cursor["format"] != FORMAT:
             raise ValueError(
                 f"cursor of lane {lane}: format {cursor['format']}, expected {FORMAT}; resume with the "
@@ -537,6 +554,9 @@ class Stream:
     With several sources, a curriculum decides the bucket of each row. `tokenizer` is the
     tokenizer's fingerprint. If `drop_dry`, a lane drops a bucket that is dry and continues with its
     others; otherwise the lane ends. ValueError with a diff if the cursors belong to another stream.
+
+    With a loader, `next_rows`, `dry_bucket` and `state` are called in its thread, and `cursors` in the
+    main one: with a state, which is a copy, it touches nothing that `next_rows` changes.
     """
 
     def __init__(
@@ -659,7 +679,7 @@ class Stream:
 
 
 def open_stream(
-    config: StreamConfig | OpensStream,
+    config: StreamConfig | OtherStreamConfig,
     sources: Mapping[str, Source],
     lanes: Sequence[int],
     **arguments: Any,

@@ -74,10 +74,7 @@ class TokenSource(Source):
 
     @staticmethod
     def is_empty(path: AnyPath) -> bool:
-        """See `Source.is_empty`.
-
-        A pair whose files contradict each other is not empty: opening it gives the reason.
-        """
+        """A pair whose files contradict each other is not empty: opening it gives the reason."""
         return path.stat().st_size == 0 and len(TokenFile(path)) == 0
 
     def _open(self, number: int) -> TokenFile:
@@ -109,7 +106,6 @@ class TokenSource(Source):
         return Runs(self._pair(file), runs, positions.tolist())
 
     def read(self, group: int, numbers: np.ndarray, keep: int = 0) -> list[Document]:
-        """See `Source.read`."""
         pair, runs, positions = self._runs(group, numbers)
         documents: list[Document] = []
         for first, end in runs:
@@ -122,13 +118,12 @@ class TokenSource(Source):
         return [documents[position] for position in positions]
 
     def is_sized_by_text(self, group: int) -> bool:
-        """See `Source.is_sized_by_text`: of shards made from whole documents, so that a run reads them
-        in the order of the text."""
+        """True of shards made from whole documents: a run reads them in the order of the text."""
         file, _ = self.file_of(group)
         return "text_bytes" in (self._pair(file).record or {})
 
     def lengths(self, group: int, numbers: np.ndarray) -> tuple[list[int], list[int]]:
-        """See `Source.lengths`. Reads no ids unless the index does not show where documents end."""
+        """Reads no ids unless the index does not show where documents end."""
         pair, runs, positions = self._runs(group, numbers)
         lengths: list[int] = []
         contexts: list[int] = []

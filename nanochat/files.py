@@ -443,7 +443,16 @@ def _list_folder(path: AnyPath, data_format: str, suffixes: Sequence[str]) -> Li
     data = [entry for entry in files if has_suffix(entry.path.name, suffixes)]
     ignored: dict[str, list[AnyPath]] = {}
     if data_format == "text":
-        reasons = _not_documents([entry.path for entry in files])
+        # also __init__.py, but not markers without a suffix, such as _SUCCESS
+        others = [
+            entry
+            for entry in entries
+            if entry.kind == "file"
+            and is_hidden(entry.path.relative_to(path))
+            and entry.path.suffix
+            and not has_suffix(entry.path.name, suffixes)
+        ]
+        reasons = _not_documents([entry.path for entry in [*files, *others]])
         data = [entry for entry in data if entry.path not in reasons]
         own_tokenizer = path / OWN_TOKENIZER
         for file, reason in reasons.items():
@@ -464,14 +473,14 @@ def _list_folder(path: AnyPath, data_format: str, suffixes: Sequence[str]) -> Li
     if ".bin" in suffixes:
         _check_pairs([entry.path for entry in files])
     if not found:
-        others = [
+        formats = [
             name
             for name, some in FORMATS.items()
             if any(has_suffix(file.path.name, some) for file in files) and name != data_format
         ]
         hint = "check --data-path"
-        if others:
-            hint = f"it has files for --data-format {' or '.join(others)}"
+        if formats:
+            hint = f"it has files for --data-format {' or '.join(formats)}"
         if data_format != "text" and has_tokenizer:
             hint = (
                 "if scripts.tok_shards was to write it, it has not finished: give its command again"

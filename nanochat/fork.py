@@ -292,7 +292,7 @@ def first_checkpoint(parent: Parent, settings: Settings, model_config: GPTConfig
     seal = {
         name: value
         for name, value in checkpoint.seal.items()
-        if name not in ("wandb_id", "halted", "all_dry", "by_time")
+        if name not in ("wandb_id", "halted", "all_dry", "by_time", "replayed")
     }
     # kept, because its steps are replayed from there
     seal |= {

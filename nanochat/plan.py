@@ -26,7 +26,7 @@ every run except those in an order of samples, which refuse to start with too fe
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypedDict, get_type_hints
 
@@ -438,15 +438,19 @@ def make_plan(
     start_step: int = 0,
     first_step: int = 0,
     begin: Sequence[Cursor] = (),
+    lengths: Mapping[str, Lengths] | None = None,
 ) -> Plan:
-    """The plan of a run of `num_steps` steps.
+    """The plan of a run of `num_steps` steps. `lengths`: those of the sources, if they are known.
 
     With the `cursors` of all lanes, it covers the steps from `start_step` on. A fork takes the
     steps from `first_step` on, and continues the cursors `begin`; what its parent took is not
     counted. ValueError for corrupt files.
     """
     n = rows_per_step // config.V
-    stream, lengths = _open_rehearsal(config, sources, cursors, drop_dry)
+    if lengths is None:
+        lengths = lengths_of(config, sources)
+    stream = _open_rehearsal(config, sources, lengths, cursors, drop_dry)
+    lengths = {bucket: lengths[bucket] for bucket in stream.buckets}
     buckets = [*lengths]
 
     # what the mix requests; the run takes rows `first` to `stop` - 1 of each lane
@@ -492,16 +496,21 @@ def make_plan(
     )
 
 
+def lengths_of(config: StreamConfig, sources: Mapping[str, Source]) -> dict[str, Lengths]:
+    """The documents of each bucket as lengths, which are the same for any number of lanes."""
+    return {bucket: Lengths(source, config) for bucket, source in sources.items()}
+
+
 def _open_rehearsal(
     config: StreamConfig,
     sources: Mapping[str, Source],
+    lengths: Mapping[str, Lengths],
     cursors: Sequence[Cursor] | None,
     drop_dry: bool,
-) -> tuple[Stream, dict[str, Lengths]]:
-    """(a stream of lengths in all lanes, its buckets)."""
-    lengths = {bucket: Lengths(source, config) for bucket, source in sources.items()}
+) -> Stream:
+    """A stream of lengths in all lanes."""
     fingerprint = next(iter(sources.values())).tokenizer.fingerprint
-    stream = Stream(
+    return Stream(
         config,
         lengths,  # type: ignore[arg-type]
         range(config.V),
@@ -511,7 +520,6 @@ def _open_rehearsal(
         drop_dry=drop_dry,
         feed=Rehearsal,
     )
-    return stream, {bucket: lengths[bucket] for bucket in stream.buckets}
 
 
 def crops(config: StreamConfig) -> bool:
@@ -756,3 +764,27 @@ def make_run_plan(start: Starting, data: RunData) -> Plan:
         first_step=fork.step if fork else 0,
         begin=begin,
     )
+
+
+def lanes_that_suffice(plan: Plan, start: Starting, data: RunData) -> int | None:
+    """The largest number of lanes, below that of the plan of a new run which halts, with which it
+    reaches its last step. None if there is none."""
+    settings = start.settings
+    config = stream_config(settings)
+    assert isinstance(config, StreamConfig), "no other order has a plan"
+    lengths = lengths_of(config, data.train)
+    least = max(settings.world_size, settings.leaves)
+    for V in range(plan.V - 1, least - 1, -1):
+        if plan.rows_per_step % V:
+            continue
+        other = make_plan(
+            replace(config, V=V),
+            data.train,
+            rows_per_step=plan.rows_per_step,
+            num_steps=plan.num_steps,
+            drop_dry=plan.allowed,
+            lengths=lengths,
+        )
+        if not other.halt:
+            return V
+    return None

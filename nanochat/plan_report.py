@@ -13,14 +13,15 @@ from typing import Any
 
 import numpy as np
 
-from nanochat.common import print0, table
-from nanochat.plan import Plan, Sample, Starting, make_run_plan
+from nanochat.common import counted, print0, table
+from nanochat.plan import BucketPlan, Plan, Sample, Starting, lanes_that_suffice, make_run_plan
 from nanochat.sources import RunData
 
 log = logging.getLogger(__name__)
 
 MUCH_CROPPED = 0.1  # a larger share of cropped tokens causes a warning
 MOST_CROPPED = 0.9  # a larger share is refused, unless --plan says otherwise
+LITTLE_USABLE = 0.5  # a smaller share of what a dry bucket has is usable: its lanes are too many
 MUCH_WITHOUT_LOSS = 0.3  # the same for the share of tokens in rows that are repeated
 MOST_WITHOUT_LOSS = 0.9
 DRY_WAYS = (
@@ -37,10 +38,11 @@ def rehearse(start: Starting, data: RunData) -> Plan:
     plan = make_run_plan(start, data)
     print0("\n".join(plan_lines(plan)))
     # cropping may be why a bucket runs dry
-    why = refusal(plan, start) or problem(plan)
+    lanes = fewer_lanes(plan, start, data)
+    why = refusal(plan, start) or problem(plan, lanes)
     if why and start.settings.plan == "error":
         raise ValueError(why)
-    for line in filter(None, [*warnings(plan), why, likely_problem(plan)]):
+    for line in filter(None, [*warnings(plan, lanes), why, likely_problem(plan, lanes)]):
         log.warning("%s", line)
     return plan
 
@@ -102,27 +104,73 @@ def print_passes(start: Starting, data: RunData) -> None:
 # ---- what should stop a run, or be said first ----------------------------------------------------
 
 
-def problem(plan: Plan) -> str:
-    """A sentence that says why the run will not reach its last step.
+def fewer_lanes(plan: Plan, start: Starting, data: RunData) -> str:
+    """How fewer lanes help a new run in which a bucket runs dry; empty if it cannot have fewer.
+
+    A lane without a document of a bucket is dry, however many documents the other lanes have.
+    """
+    settings = start.settings
+    least = max(settings.world_size, settings.leaves)
+    has_fewer = _is_new(start) and least < plan.V
+    if not plan.halt or not has_fewer:
+        return ""
+    if _lanes_starve(plan) and all(map(_has_enough, plan.buckets.values())):
+        lanes = lanes_that_suffice(plan, start, data)
+        if lanes is not None:
+            return f"--lanes={lanes} suffices"
+    return "fewer --lanes may use more of it"
+
+
+def _lanes_starve(plan: Plan) -> bool:
+    """Whether the lanes are too many for a bucket: one is dry while most of the bucket is unread."""
+    for bucket in plan.buckets.values():
+        if bucket.usable is not None and bucket.usable < LITTLE_USABLE * _tokens_for_rows(bucket):
+            return True
+    return False
+
+
+def _has_enough(bucket: BucketPlan) -> bool:
+    """Whether a bucket has the tokens that the mix requests, if all lanes share them."""
+    new = bucket.asked * (1 - bucket.repeated)
+    return bucket.max_epochs == 0 or new <= _tokens_for_rows(bucket)
+
+
+def _tokens_for_rows(bucket: BucketPlan) -> float:
+    """The tokens of all allowed passes over a bucket that are not cropped."""
+    return bucket.tokens * bucket.max_epochs * (1 - bucket.cropped)
+
+
+def _ways(plan: Plan, lanes: str) -> str:
+    """What to do about a bucket that runs dry; `lanes`: see `fewer_lanes`."""
+    ways = DRY_WAYS
+    if plan.allowed:
+        ways = "shorten the run, or allow more passes (max_epochs)"
+    return f"{lanes}; or {ways}" if lanes and _lanes_starve(plan) else ways
+
+
+def problem(plan: Plan, lanes: str = "") -> str:
+    """A sentence that says why the run will not reach its last step; `lanes`: see `fewer_lanes`.
 
     Empty if it will, and for an estimate.
     """
     if not plan.halt or plan.estimate:
         return ""
     why = f"the run halts before step {plan.steps:,} of {plan.num_steps:,}: {plan.halt}"
-    if plan.allowed:
-        return f"{why}; shorten the run, or allow more passes (max_epochs)"
-    return f"{why}; {DRY_WAYS}, or train up to that step with --plan warn"
+    why += f"; {_ways(plan, lanes)}"
+    return why if plan.allowed else f"{why}, or train up to that step with --plan warn"
 
 
-def likely_problem(plan: Plan) -> str:
+def likely_problem(plan: Plan, lanes: str = "") -> str:
     """A sentence that says why the run will probably not reach its last step.
 
     Empty if it probably will, and for an exact plan.
     """
     if not plan.halt or not plan.estimate:
         return ""
-    return f"by this estimate, the run halts before step {plan.steps:,} of {plan.num_steps:,}; {DRY_WAYS}"
+    return (
+        f"by this estimate, the run halts before step {plan.steps:,} of {plan.num_steps:,}; "
+        f"{_ways(plan, lanes)}"
+    )
 
 
 def refusal(plan: Plan, start: Starting) -> str:
@@ -170,8 +218,8 @@ def _data_of(plan: Plan, bucket: str) -> str:
     return "its data" if len(plan.buckets) == 1 else f"bucket {bucket!r}"
 
 
-def warnings(plan: Plan) -> list[str]:
-    """Warnings before the start, one sentence each."""
+def warnings(plan: Plan, lanes: str = "") -> list[str]:
+    """Warnings before the start, one sentence each; `lanes`: see `fewer_lanes`."""
     dry = []
     notes = []
     for name, bucket in plan.buckets.items():
@@ -190,7 +238,7 @@ def warnings(plan: Plan) -> list[str]:
         probably = "probably " if plan.estimate else ""
         line = (
             f"bucket {name!r} {probably}runs dry at step {bucket.dry_step:,}: the mix requests {bucket.asked:,} "
-            f"tokens, and {bucket.usable:,} are usable with {plan.V} lanes"
+            f"tokens, and {bucket.usable:,} are usable with {counted(plan.V, 'lane')}"
         )
         if bucket.repeated > 0.005:
             line += f" ({bucket.repeated:.0%} of them overlap)"
@@ -200,8 +248,8 @@ def warnings(plan: Plan) -> list[str]:
             line += "; each lane that runs dry goes on without it (--allow-bucket-exhaustion)"
         elif plan.crops and bucket.cropped > MOST_CROPPED:
             line += "; --long-docs=split would use more of it"
-        else:
-            line += "; fewer --lanes may use more of it"
+        elif lanes:
+            line += f"; {lanes}"
         dry.append(line)
     return dry + notes
 
@@ -251,7 +299,7 @@ def reading_notes(
 def plan_lines(plan: Plan) -> list[str]:
     """The plan as lines of text."""
     tokens_per_step = plan.rows_per_step * plan.T
-    title = f"plan: {plan.num_steps:,} steps of {tokens_per_step:,} tokens from {plan.V} lanes"
+    title = f"plan: {plan.num_steps:,} steps of {tokens_per_step:,} tokens from {counted(plan.V, 'lane')}"
     first_step = plan.phases[0]["first_step"]
     if first_step:
         title += f", from step {first_step:,} on"

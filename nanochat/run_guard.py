@@ -19,6 +19,8 @@ import time
 from contextlib import ExitStack
 from typing import Any
 
+import torch
+
 from nanochat.common import Stop, join_reasons, open_door, stops_if
 from nanochat.config import Settings
 from nanochat.dist import (
@@ -70,6 +72,11 @@ class Guard:
         self.settings = settings
         self.run_dir = run_path(settings.tag)
         self._began = time.monotonic()
+        # these are known once it is entered
+        self.rank: int
+        self.world_size: int
+        self.device: torch.device
+        self.ranks: list[dict[str, Any]]
         self.owner: Owner | None = None
         self.state: RunState | None = None
         self.mirror = Mirror()
@@ -125,8 +132,7 @@ class Guard:
     # ---- the lock
 
     def set_aside(self) -> None:
-        """On rank 0: rename the run that is there; this launch has locked the empty folder in its
-        place."""
+        """On rank 0: rename the run's folder, and own the empty one that takes its place."""
         assert self.owner is not None, "only rank 0 owns a run"
         self.owner.set_aside()
 

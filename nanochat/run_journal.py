@@ -1,11 +1,11 @@
 """
-The journal of a run: each step and each event, told once, received by a list of sinks.
+The journal of a run: passes each step and each event on to a list of sinks.
 
     Terminal     a printed line, and a progress bar below it
     Log          logs/train.jsonl: a line of JSON per step and per event
     Rows         logs/rows: the loss of every row
     Optional     a sink that a setting names, behind the door `sinks.SINKS`
-    Mirror       with --mirror-to, a copy of all this in another place (nanochat/mirror.py)
+    Mirror       a copy of all this in another place (nanochat/mirror.py); does nothing without --mirror-to
     RunState     .run_state.json, for scripts.status (nanochat/run_owner.py)
 
 Only rank 0 has sinks; on other ranks, the list is empty. To receive the logged values elsewhere,

@@ -104,7 +104,7 @@ class Owner:
 
     def set_aside(self) -> None:
         """Rename the run and make an empty folder in its place, which this launch owns, too."""
-        run_dir = self.run_dir.resolve()  # a link goes on naming a run
+        run_dir = self.run_dir.resolve()  # if it is a link, its target is renamed, and it stays
         aside = set_aside(run_dir)
         run_dir.mkdir(exist_ok=True)  # a launch that made it just now loses it by the next line
         os.rename(aside / OWNER_NAME, run_dir / OWNER_NAME)

@@ -137,7 +137,7 @@ def print_summary(
     leaves = "1 leaf" if layout.num_leaves == 1 else f"{layout.num_leaves} leaves"
     print0(
         f"step: {layout.rows_per_step} rows of T + 1 = {start.settings.max_seq_len + 1:,} tokens (inputs and "
-        f"targets overlap) from {layout.V} lanes; {processes} x {batches} of "
+        f"targets overlap) from {counted(layout.V, 'lane')}; {processes} x {batches} of "
         f"{layout.device_batch_size} rows; {leaves}"
     )
     room = device_memory(device, start.settings.world_size)
@@ -210,6 +210,12 @@ def _notes(start: Start, layout: StepLayout, device: torch.device) -> Iterator[s
         yield (
             f"{layout.dead_share:.0%} of the computed rows are padding; to avoid that, choose a "
             f"--device-batch-size that divides {rows_of_leaf}, the rows of a leaf"
+        )
+    if start.settings.depth <= 2 and start.checkpoint is None:
+        yield (
+            "in a model of one or two layers, the layer in the middle is the last one, so "
+            "backout_lambda is worth nothing but its sign: it drifts, and when it passes 1, the logits "
+            "change signs and the loss jumps; --depth=3 or more avoids that"
         )
     mix = start.settings.mix
     if (

@@ -212,7 +212,9 @@ class Run(Start):
 # ---- the command on this machine -----------------------------------------------------------------
 
 
-def command(settings: Settings, world_size: int, device_type: str) -> tuple[Settings, Tokenizer]:
+def complete_settings(
+    settings: Settings, world_size: int, device_type: str
+) -> tuple[Settings, Tokenizer]:
     """(settings, tokenizer): the settings of a command line, completed with those that follow from
     this machine. ValueError and FileNotFoundError for settings that cannot work here."""
     begin_launch(settings.data_cache)
@@ -282,10 +284,10 @@ def remember_pins(run_dir: Path) -> None:
 
 
 def find_tokenizer(settings: Settings, data_path: str) -> Tokenizer:
-    """The tokenizer that the settings name; by default the data's (`default_tokenizer`). Of a run
-    whose data has moved, perhaps with the tokenizer in it, and on an empty machine to which a mirror
-    brings the run, it is the run's own. A fork begins with its parent's. ValueError or
-    FileNotFoundError if none exists."""
+    """The tokenizer that the settings name; by default the data's (`default_tokenizer`). It is the
+    run's own copy if the data has moved, perhaps with its tokenizer, or if a mirror has brought the
+    run to an empty machine. A fork begins with its parent's. ValueError or FileNotFoundError if none
+    exists."""
     if settings.tokenizer is not None:
         return get_tokenizer(settings.tokenizer, eod_token=settings.eod_token)
     of_run = None

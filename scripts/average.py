@@ -44,7 +44,10 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         "run", metavar="RUN", nargs="?", help="a run's name or folder (default: the only run)"
     )
     p.add_argument(
-        "--last", type=whole(2), default=5, help="number of checkpoints to average, the newest ones"
+        "--last",
+        type=whole(2),
+        default=5,
+        help="number of checkpoints to average, the newest ones that training saved",
     )
     p.add_argument(
         "--steps", type=step_list, metavar="LIST", help="average these steps instead, saved or not"
@@ -62,7 +65,8 @@ def step_list(text: str) -> list[int]:
 
 
 def last_checkpoints(run_dir: Path, number: int) -> list[Checkpoint]:
-    """The newest good checkpoints for `number` different steps, newest first.
+    """The newest good checkpoints for `number` different steps, newest first. Those of scripts.replay
+    do not count: looking into a run does not change its average.
 
     ValueError if there are fewer.
     """
@@ -77,8 +81,11 @@ def last_checkpoints(run_dir: Path, number: int) -> list[Checkpoint]:
             steps = ", ".join(str(c.step) for c in checkpoints) or "none"
             raise ValueError(
                 f"--last {number}: {run_dir} has good checkpoints for {counted(len(checkpoints), 'step')} "
-                f"({steps}); pass a smaller number, or train with --save-every"
+                f"({steps}); pass a smaller number, name --steps, or train with --save-every"
             )
+        if checkpoint.seal.get("replayed"):
+            paths.remove(checkpoint.path)
+            continue
         checkpoints.append(checkpoint)
         paths = [path for path in paths if step_of(path) < checkpoint.step]
     return checkpoints

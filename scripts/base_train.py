@@ -57,14 +57,14 @@ from nanochat.run_state import renew_state
 from nanochat.run_stop import Diverged
 from nanochat.run_summary import explain_out_of_memory, print_split, print_summary
 from nanochat.schedule import Schedule
-from nanochat.spikes import MOST_IN_A_ROW, describe, remember
+from nanochat.spikes import ENOUGH, MOST_IN_A_ROW, describe, remember
 from nanochat.start_run import (
     Over,
     Run,
     Start,
     after_halt,
     begin_run,
-    command,
+    complete_settings,
     find_data,
     has_moved,
     inspect_run,
@@ -136,7 +136,9 @@ def look(given: Settings, named: Sequence[str], guard: Guard) -> tuple[Start, To
     that the command names. Writes nothing into the run but what its mirror has; text may be
     prepared."""
     on_rank0(guard.mirror.fetch)
-    settings, tokenizer = on_all_ranks(lambda: command(given, guard.world_size, guard.device.type))
+    settings, tokenizer = on_all_ranks(
+        lambda: complete_settings(given, guard.world_size, guard.device.type)
+    )
     source = given.resume
     if source in ("auto", "scratch"):
         begins = source == "scratch" or not list_checkpoints(guard.run_dir)
@@ -284,6 +286,11 @@ def loop(run: Run, training: Training, guard: Guard, journal: Journal, saves: Sa
     is_final_saved = False
     try:
         print0("start: steps show the smoothed loss, rates (x1: peak), norm of the gradient, time")
+        if settings.skip_spikes is not None and len(progress.window) < ENOUGH:
+            judged = progress.step + ENOUGH - len(progress.window)
+            print0(
+                f"start: --skip-spikes judges from step {judged:,} on, after {ENOUGH} applied steps"
+            )
         print0("start: packing the first step")
         training.check_next_step(run)
         guard.stop_if_asked()  # during the set-up
@@ -323,7 +330,7 @@ def loop(run: Run, training: Training, guard: Guard, journal: Journal, saves: Sa
         journal.end("failed", progress.step, str(e))
         if guard.rank != 0:
             raise SystemExit(1) from e  # rank 0 prints the error
-        raise ValueError(f"{e}. {after_failure(run)}") from e
+        raise ValueError(f"{e}. {after_failure(run, progress)}") from e
     except Exception as e:
         with suppress(Exception):  # the log may be what failed
             journal.event("failed", progress.step, reason=f"{type(e).__name__}: {e}")
@@ -618,15 +625,23 @@ def report_stop(run: Run, progress: Progress, stop: Stop) -> int:
     return EXIT_HALTED if stop.status == "halted" else 0
 
 
-def after_failure(run: Run) -> str:
+def after_failure(run: Run, progress: Progress) -> str:
     """What is left after a step that was not applied, and what to do."""
     checkpoints = list_checkpoints(run.run_dir)
     kept = f"{checkpoints[0]} is kept" if checkpoints else "no checkpoint exists yet"
-    return (
-        f"The step was not applied, and {kept}. Fork the run from an earlier step "
-        f"(--fork-from={run.run_dir.name}@STEP --model-tag=NAME) with lower learning rates, or without the rows "
-        f"of this step (--skip-steps)"
+    fork = (
+        f"Fork the run from an earlier step (--fork-from={run.run_dir.name}@STEP --model-tag=NAME) "
+        f"with lower learning rates"
     )
+    if progress.skipped_in_a_row == MOST_IN_A_ROW:
+        # each of the steps has other rows, so no row is to blame
+        ways = (
+            f"{fork}, if an update before these steps damaged the weights (base_eval {run.run_dir.name}@STEP shows "
+            f"it), or with a larger --skip-spikes, if the data is harder from there on"
+        )
+    else:
+        ways = f"{fork}, or without the rows of this step (--skip-steps)"
+    return f"The step was not applied, and {kept}. {ways}"
 
 
 def is_val_comparable(run: Run) -> bool:

@@ -484,11 +484,12 @@ def merged(effects: Sequence[Effect]) -> Effect:
     return first._replace(names=names)
 
 
-def latest_sign(effects: Sequence[Effect]) -> tuple[float, int]:
-    """(step, stage) at which a difference must have appeared."""
-    latest: list[tuple[float, int]] = [(math.inf, 0)]
-    latest += [shows_at(effect) for effect in effects if not effect.may_be_later]
-    return min(latest)
+def effects_text(effects: Sequence[Effect]) -> str:
+    """Where changes act, in words, place by place."""
+    texts = []
+    for _, in_place in itertools.groupby(effects, key=lambda effect: effect[:2]):
+        texts.append(effect_text(merged([*in_place])))
+    return "; ".join(texts)
 
 
 def shows_at(effect: Effect) -> tuple[float, int]:
@@ -509,19 +510,23 @@ def verdict(parts: Sequence[Part], parting: Parting, last: int) -> str:
             return "as expected: they do the same, and no digest, loss or weight differs"
         return f"unexpected: no change should act by then, but {sign.text} differs"
     change = effect_text(merged(effects))
-    latest = latest_sign(effects)
+    # a difference must have appeared where the first of the certain changes shows
+    certain = [effect for effect in effects if not effect.may_be_later]
+    latest = min(map(shows_at, certain), default=(math.inf, 0))
+    overdue = effects_text([effect for effect in certain if shows_at(effect) == latest])
     if sign is None:
         if latest[0] > last:
             return f"as expected: nothing differs yet: {change}, and both have steps up to {last:,}"
-        return f"unexpected: {change}, but no digest, loss or weight differs"
+        return f"unexpected: {overdue}, but no digest, loss or weight differs"
     at = (sign.step, sign.stage)
     if at < effects[0][:2]:
         return f"unexpected: {sign.text} differs, but {change}, which is later"
     if at > latest:
-        return f"unexpected: {change}, but they are equal until {sign.text}"
-    # of several changes, the one that shows there, although others might act before
-    cause = merged([effect for effect in effects if shows_at(effect) == at] or effects)
-    return f"as expected: {sign.text} is the first difference: {effect_text(cause)}"
+        return f"unexpected: {overdue}, but they are equal until {sign.text}"
+    # all changes that must have acted by then; only without any, those that may have
+    possible = [effect for effect in effects if effect[:2] <= at]
+    causes = [effect for effect in possible if not effect.may_be_later] or possible
+    return f"as expected: {sign.text} is the first difference: {effects_text(causes)}"
 
 
 def history_text(rest: Sequence[Stretch], common: Stretch) -> str:
@@ -692,6 +697,18 @@ def same_tokens(a: Side, b: Side) -> list[list[Any]]:
     return rows
 
 
+def smoothing_note(a: Side, b: Side) -> str:
+    """A sentence if a run did not apply some steps, whose losses are not in the smoothed one."""
+    counts = []
+    for name, side in (("a", a), ("b", b)):
+        steps = side.run.named("skipped") if side.run else []
+        if steps:
+            counts.append(f"{counted(len(steps), 'step')} of {name}")
+    if not counts:
+        return ""
+    return f"the smoothed loss leaves out steps that were not applied: {' and '.join(counts)}"
+
+
 def files_of(run: RunReader) -> dict[tuple[str, str], tuple[int, str]]:
     """{(split, name): content} of the files that a run reads."""
     files = {}
@@ -809,10 +826,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not equal:
         print_versions(a, b, parts)
         rows = same_tokens(a, b)
-        header = ("tokens", "loss a", "loss b", "bits per byte a", "bits per byte b")
+        header = (
+            *("tokens", "smoothed loss a", "smoothed loss b"),
+            *("bits per byte a", "bits per byte b"),
+        )
         if rows:
-            note = validation_note([side.run for side in (a, b) if side.run])
-            print("", *([note] if note else []), *table(header, rows), sep="\n")
+            about = [
+                validation_note([side.run for side in (a, b) if side.run]),
+                smoothing_note(a, b),
+            ]
+            print("", *filter(None, about), *table(header, rows), sep="\n")
     print()
     for part in parts:
         print(part.text())

@@ -33,7 +33,7 @@ from dataclasses import asdict, replace
 from functools import lru_cache
 from itertools import groupby, islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -66,7 +66,7 @@ from nanochat.run_stream import (
 from nanochat.run_uses import Ancestry, Content, Part, Traced, content_of, find_items
 from nanochat.sources import Place
 from nanochat.spikes import ENOUGH, NORMAL, WINDOW
-from nanochat.start_run import command, find_data, inspect_run
+from nanochat.start_run import complete_settings, find_data, inspect_run
 from nanochat.stream import AnyStream, ledger
 from nanochat.tokenizer import Tokenizer
 
@@ -81,6 +81,7 @@ DOCUMENTS, TRACED = 20, 200  # matches that --text shows, and that it follows th
 OUTLIER = 4  # robust deviations above the preceding steps
 AROUND = 8  # steps before a spike that define the usual loss of a bucket
 WORST = 3  # rows shown per spike, and documents shown per row
+MOST = 0.9  # if a larger share of a step's rows stands out, they are not the cause of its spike
 LEGEND = """\
 lane_row: the row's number in its lane; {loss}at: position in the row; tokens: how many are in the row
 off: how many of them have no loss: the first ones after BOS, which an earlier row holds, too, or masked ones
@@ -140,7 +141,7 @@ def open_named_stream(args: argparse.Namespace) -> Opened:
     check_needs_no_run(args, is_receipt)
     if is_receipt:
         return open_stream_of_receipt(receipt, settings, args)
-    settings, tokenizer = command(settings, 1, "cpu")
+    settings, tokenizer = complete_settings(settings, 1, "cpu")
     settings = replace(settings, model_tag=f"inspect-{os.getpid()}")  # the name of a new run
     run = find_data(inspect_run(settings, torch.device("cpu")), tokenizer)
     config = stream_config(run.settings)
@@ -164,9 +165,12 @@ def warn_untrained(opened: Opened, last: int) -> None:
     trained = max(opened.run.digests, default=-1) + 1
     if not is_run_dir(opened.run.run_dir) or last < trained:
         return
+    horizon = opened.run.horizon
     where = f"{opened.run.run_dir} has trained {counted(trained, 'step')}; step {last:,} lies ahead"
     if opened.run.outcome == "completed":
         where = f"{opened.run.run_dir} ended with step {trained - 1:,}; step {last:,} would come after it"
+    elif horizon is not None and last >= horizon:
+        where = f"{opened.run.run_dir} will end with step {horizon - 1:,}; step {last:,} would come after it"
     log.warning("%s, and is computed from the data", where)
 
 
@@ -293,6 +297,13 @@ def print_rows(lines: list[dict[str, Any]], texts: list[list[str]], *, whole_row
 # ---- spikes --------------------------------------------------------------------------------------
 
 
+def center_and_unit(values: np.ndarray) -> tuple[float, float]:
+    """The median of (n,) values, and their robust deviation, which is never 0."""
+    median = float(np.median(values))
+    deviation = NORMAL * float(np.median(np.abs(values - median)))
+    return median, max(deviation, 1e-6 * abs(median), 1e-12)
+
+
 def deviations(values: np.ndarray) -> np.ndarray:
     """How many robust deviations each value lies above the median of the WINDOW values before it.
     NaN counts as infinitely high, and later medians ignore it. 0 if fewer than ENOUGH earlier
@@ -303,17 +314,22 @@ def deviations(values: np.ndarray) -> np.ndarray:
         window = before[np.isfinite(before)]
         if len(window) < ENOUGH:
             continue
-        median = np.median(window)
-        deviation = NORMAL * np.median(np.abs(window - median))
-        unit = max(deviation, 1e-6 * abs(median), 1e-12)
+        median, unit = center_and_unit(window)
         above = (values[i] - median) / unit
         scores[i] = above if np.isfinite(above) else math.inf
     return scores
 
 
-def worst_rows(opened: Opened, step: int) -> list[dict[str, Any]]:
-    """The rows of a step whose losses are furthest above their bucket's median in the AROUND + 1
-    steps up to it."""
+class SpikeRows(NamedTuple):
+    """The rows of a step, compared with the usual losses of their buckets."""
+
+    judged: int  # rows with a loss
+    outliers: int  # those at least OUTLIER robust deviations above their bucket's median
+    worst: list[dict[str, Any]]  # the WORST rows, furthest above first
+
+
+def compare_rows(opened: Opened, step: int) -> SpikeRows:
+    """The rows of a step, compared with those of their buckets in the AROUND + 1 steps up to it."""
     usual: dict[str, list[float]] = {}
     first = max(0, step - AROUND)  # the steps from here on define the usual loss of each bucket
     with opened.stream_at(first) as stream:
@@ -323,15 +339,17 @@ def worst_rows(opened: Opened, step: int) -> list[dict[str, Any]]:
             for row, loss in zip(rows, losses):
                 if loss is not None and math.isfinite(loss):
                     usual.setdefault(row.bucket, []).append(loss)
-        medians = {bucket: float(np.median(of_bucket)) for bucket, of_bucket in usual.items()}
 
         found: list[dict[str, Any]] = []
+        outliers = 0
         for number, (row, loss) in enumerate(zip(rows, losses)):
             if loss is None:
                 continue
-            above = loss - medians.get(row.bucket, 0.0)
+            median, unit = center_and_unit(np.array(usual.get(row.bucket, [0.0])))
+            above = loss - median
             if not math.isfinite(above):
                 above = math.inf
+            outliers += above >= OUTLIER * unit
             line = {
                 "row": number,
                 "lane": row.lane,
@@ -346,7 +364,7 @@ def worst_rows(opened: Opened, step: int) -> list[dict[str, Any]]:
         for line in worst:
             row = rows[line["row"]]
             line["documents"] = documents_of(opened, stream, row)
-    return worst
+    return SpikeRows(len(found), outliers, worst)
 
 
 def documents_of(opened: Opened, stream: AnyStream, row: Row) -> list[dict[str, Any]]:
@@ -398,10 +416,10 @@ def show_spikes(opened: Opened, args: argparse.Namespace) -> int:
     recorded = True
     for i in spikes:
         step = steps[i]["step"]
-        rows: list[dict[str, Any]] = []
+        rows = SpikeRows(0, 0, [])
         if recorded:
             try:
-                rows = worst_rows(opened, step)
+                rows = compare_rows(opened, step)
             except FileNotFoundError as e:
                 log.warning("%s; spikes are shown without their rows", e)
                 recorded = False
@@ -411,13 +429,14 @@ def show_spikes(opened: Opened, args: argparse.Namespace) -> int:
         for name in JUDGED:
             line[f"{name}_deviations"] = float(scores[name][i])
         if args.json:
-            print(json.dumps(finite({**line, "rows": rows}), allow_nan=False))
+            line |= {"judged": rows.judged, "outliers": rows.outliers, "rows": rows.worst}
+            print(json.dumps(finite(line), allow_nan=False))
         else:
             print_spike(line, rows)
     return 0
 
 
-def print_spike(line: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> None:
+def print_spike(line: Mapping[str, Any], rows: SpikeRows) -> None:
     """Print a spike, and a table of its rows."""
     parts = []
     for name in JUDGED:
@@ -427,8 +446,10 @@ def print_spike(line: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> N
             f"{name} {show(line[name])} ({abs(height):.1f} deviations {where} earlier steps)"
         )
     print(f"step {line['step']:,}: {', '.join(parts)}")
+    if rows.outliers:
+        print(blame(rows, line["step"]))
     cells = []
-    for row in rows:
+    for row in rows.worst:
         documents = row["documents"]
         shown = [f"{document['document']} {document['text']}" for document in documents[:WORST]]
         if len(documents) > WORST:
@@ -440,6 +461,17 @@ def print_spike(line: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> N
         print(
             *table(["row", "lane", "bucket", "loss", "above median", "documents"], cells), sep="\n"
         )
+
+
+def blame(rows: SpikeRows, step: int) -> str:
+    """How many rows of a step stand out, and what follows if nearly all do."""
+    line = f"rows at least {OUTLIER} robust deviations above their bucket's median: {rows.outliers} of {rows.judged}"
+    if rows.judged > 1 and rows.outliers > MOST * rows.judged:
+        line += (
+            f"; the cause is not these rows, but the weights, which an update before step {step:,} damaged: fork from "
+            f"before it, with lower rates"
+        )
+    return line
 
 
 # ---- from a document to its steps ----------------------------------------------------------------

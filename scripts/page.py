@@ -56,6 +56,9 @@ from scripts import status
 ROOM = 1_000_000  # bytes of JSON; the whole page stays below 4 MB
 WATCH_EVERY_S = 10
 AXES = ("steps", "tokens", "FLOPs", "hours")
+MIX_NOTE = (
+    "Shares of the tokens with loss. A mix is planned in rows, so the dashed lines are estimates."
+)
 FEW = 3  # of more runs, only smoothed curves are drawn, and settings and history are folded
 # CSS class by terminal color
 TONES = {status.GREEN: "good", status.YELLOW: "wait", status.RED: "bad"}
@@ -480,6 +483,8 @@ def chart_cards(charts: Sequence[Mapping[str, Any]], *, note: str) -> dict[str, 
         plot = f'<div class="plot" id="{escape(chart["id"])}"></div>'
         if chart["id"] == BPB and note:
             plot = f"<p>{escape(note[0].upper() + note[1:])}.</p>{plot}"
+        if chart["section"] == "mix":
+            plot += f'<p class="soft">{MIX_NOTE}</p>'
         cards[chart["section"]] += card(chart["title"], plot, "wide" if chart["wide"] else "")
     return cards
 

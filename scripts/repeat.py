@@ -163,6 +163,11 @@ def train_all(
     Returns the final validation bits per byte of each run. ValueError if a run fails.
     """
     settings = from_flags(base_train.parse_args(flags))
+    if settings.eval_every <= 0:
+        raise ValueError(
+            f"--eval-every={settings.eval_every}: the runs would have no validation bits per byte to compare; "
+            f"omit it, or pass --eval-every=N"
+        )
     launcher = [sys.executable, "-m"]
     if nproc > 1:
         launcher += ["torch.distributed.run", "--standalone", f"--nproc_per_node={nproc}", "-m"]

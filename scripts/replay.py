@@ -277,7 +277,7 @@ def causes(run: RunReader, step: int, process: Process) -> str:
 def keep(run: RunReader, training: Training, folder: Path) -> Path | None:
     """Collective. Write the training as a checkpoint of a run directory. Returns its path on rank
     0."""
-    snapshot = training.collect(status="running", kept=True)
+    snapshot = training.collect(status="running", kept=True, replayed=True)
     if snapshot is None:
         return None
     if folder != run.run_dir:

@@ -32,13 +32,20 @@ from nanochat.common import as_path, counted, local_copy, table
 from nanochat.config import Settings, add_flags, from_flags
 from nanochat.dist import autodetect_device_type
 from nanochat.plan import Plan, make_run_plan
-from nanochat.plan_report import likely_problem, plan_lines, problem, refusal, warnings
+from nanochat.plan_report import (
+    fewer_lanes,
+    likely_problem,
+    plan_lines,
+    problem,
+    refusal,
+    warnings,
+)
 from nanochat.run_dir import Fork, find_run_at, is_run_dir, run_path
 from nanochat.run_order import order_of
 from nanochat.run_owner import check_free
 from nanochat.run_settings import build_model, describe_memory, device_memory, estimate_memory
 from nanochat.run_summary import print_split
-from nanochat.start_run import Run, Start, command, find_data, inspect_run
+from nanochat.start_run import Run, Start, complete_settings, find_data, inspect_run
 from nanochat.text import TEXT_FIELD
 
 COPIES = 2  # checkpoints on disk at once: the old one is deleted when the new one is complete
@@ -106,7 +113,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     settings = from_flags(args)
     ok("flags")
     device = torch.device(settings.device_type or autodetect_device_type())
-    settings, tokenizer = command(settings, args.world_size, device.type)
+    settings, tokenizer = complete_settings(settings, args.world_size, device.type)
     ok(f"tokenizer {tokenizer.fingerprint}, {tokenizer.get_vocab_size():,} tokens")
     start, refused = inspect(settings, device, args.named)
     model, num_steps = build_model(start.settings), start.horizon.num_iterations
@@ -165,10 +172,11 @@ def beginning(start: Start) -> str:
 def report_plan(plan: Plan, run: Run) -> bool:
     """Print a plan, its warnings, and why the run should not start. Returns whether it should."""
     print(*plan_lines(plan), LEGEND, sep="\n")
-    for line in warnings(plan):
+    lanes = fewer_lanes(plan, run, run.data)
+    for line in warnings(plan, lanes):
         print(f"warning: {line}")
-    why = problem(plan) or refusal(plan, run)
-    likely = likely_problem(plan)
+    why = problem(plan, lanes) or refusal(plan, run)
+    likely = likely_problem(plan, lanes)
     if why:
         print(f"error: {why}")
     elif likely:

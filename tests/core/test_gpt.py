@@ -431,6 +431,22 @@ def test_matrices_are_orthogonalized_in_the_compute_dtype(dtype, monkeypatch):
     assert dtypes == {dtype}
 
 
+@pytest.mark.parametrize("n_layer, is_sign_alone", [(2, True), (3, False)])
+def test_backout_needs_three_layers(n_layer, is_sign_alone):
+    """What --depth=2 is warned about: the norm keeps the sign of (1 - backout_lambda) x alone."""
+    model = shake(build(replace(SMALL, n_layer=n_layer)))
+    x = tokens(2, 32)
+    y = tokens(2, 32, seed=1)
+
+    def loss(backout):
+        model.backout_lambda.data.fill_(backout)
+        return model(x, y).item()
+
+    with if_a_fork_changed("the backout", "change the note about --depth in run_summary, too"):
+        assert (loss(0.2) == pytest.approx(loss(0.8), rel=1e-5)) == is_sign_alone
+        assert loss(0.8) != pytest.approx(loss(1.2), rel=1e-5)
+
+
 def test_positions_past_the_rotary_tables_are_refused():
     model = build(replace(SMALL, sequence_len=4))
     assert model(tokens(1, 40)).shape == (1, 40, 70)

@@ -7,7 +7,7 @@ import torch
 
 from nanochat.checkpoint import find_checkpoint, load_checkpoint
 from nanochat.run_reader import RunReader
-from scripts import average, base_eval
+from scripts import average, base_eval, replay
 from tests import training
 
 
@@ -47,6 +47,14 @@ def test_an_average_has_the_hashes_of_the_code_that_trained_it(run):
     average.main(["run", "--last=2"])
     averaged, final = (find_checkpoint(name).seal for name in ("run-average-2", "run"))
     assert averaged["model_code"] == final["model_code"]
+
+
+def test_a_replayed_checkpoint_is_not_one_of_the_last(copied):
+    """Regression: a step that somebody had looked into was averaged, too."""
+    assert replay.main(["run@7"]) == 0
+    assert average.main(["run", "--last=2"]) == 0
+    names = [path.rpartition("/")[2] for path in find_checkpoint("run-average-2").seal["averaged"]]
+    assert names == ["final", "checkpoint-6"]
 
 
 def test_steps_that_were_not_saved_are_averaged_too(copied):

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -117,9 +118,13 @@ def test_a_run_writes_its_log_config_and_checkpoints(workplace):
     for word in ("loss", "lr", "norm", "ms", "tok/s", "left"):
         assert word in lines[0], word
     with if_a_fork_changed("the line of a step, by another value", "allow it more columns here"):
-        assert max(map(len, lines)) <= 100
+        # but for a wait for data, which a busy machine may have
+        usual = [re.sub(r" \| wait [\d,]+ ms", "", line) for line in lines]
+        assert max(map(len, usual)) <= 100
     start = outcome.out[: outcome.out.index("step 00000")].splitlines()
-    assert len(start) <= 20, "a start fits on a screen"
+    notes = [line for line in start if line.startswith("note: ")]
+    assert len(start) - len(notes) <= 20, "a start fits on a screen"
+    assert any("--depth=3 or more" in note for note in notes)
     assert outcome.out.rstrip().endswith(
         "next: python -m scripts.sample run, python -m scripts.page run"
     )

@@ -324,6 +324,12 @@ def make_fork(base, tag, parent, step, *, log_of_parent="a", **changes):
     return as_fork(path, parent, step, **changes)
 
 
+def record_event(path, event, **values):
+    """Add an event to the log of a run."""
+    with open(log_of(path), "a") as log:
+        log.write(json.dumps({"event": event, **values}) + "\n")
+
+
 def differ(path, name, first):
     """Change a value of the log from a step on."""
 
@@ -424,17 +430,47 @@ def test_a_fork_that_has_trained_parts_from_its_parent_where_it_must(base, chang
     assert parting("a", tag)[3].startswith(expected)
 
 
-def test_of_several_changes_the_one_that_shows_first_is_named(monkeypatch):
-    """Regression: a curriculum that is only longer was named for what its length changes."""
+@pytest.mark.parametrize(
+    "other", [(Stage.ROWS, "curriculum"), (Stage.LOSS, "skip_spikes")], ids=str
+)
+def test_of_several_changes_those_that_must_act_are_named(monkeypatch, other):
+    """Regression: a curriculum that is only longer, or --skip-spikes without a spike, was named for
+    what another length changes."""
+    stage, name = other
     effects = [
-        Effect(4, Stage.ROWS, ["curriculum"], may_be_later=True),
+        Effect(4, stage, [name], may_be_later=True),
         Effect(4, Stage.UPDATE, ["num_iterations"]),
     ]
     sign = compare_runs.Sign(5, Stage.LOSS, "the loss of step 5")
     monkeypatch.setattr(compare_runs, "effects_of", lambda *_: effects)
     monkeypatch.setattr(compare_runs, "first_sign", lambda _: sign)
     common = SimpleNamespace(step=4)
-    assert "num_iterations acts on the update of step 4" in compare_runs.verdict([], common, 9)
+    verdict = compare_runs.verdict([], common, 9)
+    assert "first difference: num_iterations acts on the update of step 4" in verdict
+    monkeypatch.setattr(compare_runs, "first_sign", lambda _: sign._replace(step=6))
+    verdict = compare_runs.verdict([], common, 9)
+    assert verdict.startswith("unexpected: num_iterations acts on the update of step 4"), (
+        "another change may act later, so it is not the one that is overdue"
+    )
+
+
+def test_all_changes_that_must_act_by_the_first_difference_are_named(monkeypatch):
+    effects = [Effect(4, Stage.LOSS, ["fp8"]), Effect(4, Stage.UPDATE, ["matrix_lr"])]
+    sign = compare_runs.Sign(5, Stage.LOSS, "the loss of step 5")
+    monkeypatch.setattr(compare_runs, "effects_of", lambda *_: effects)
+    monkeypatch.setattr(compare_runs, "first_sign", lambda _: sign)
+    verdict = compare_runs.verdict([], SimpleNamespace(step=4), 9)
+    assert "fp8 acts within step 4; matrix_lr acts on the update of step 4" in verdict
+
+
+def test_the_table_of_losses_says_that_they_are_smoothed_without_skipped_steps(base, changed):
+    """Regression: a fork that skipped its last steps seemed to have the lower loss."""
+    differ(changed, "smooth_loss", 0)
+    differ(changed, "loss", 0)
+    record_event(changed, "skipped", step=7)
+    rest = compare("a", changed)[2]
+    assert "smoothed loss a" in rest
+    assert "the smoothed loss leaves out steps that were not applied: 1 step of b\n" in rest
 
 
 def test_another_horizon_acts_at_the_first_step_with_other_rates(family):

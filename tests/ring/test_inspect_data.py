@@ -934,6 +934,16 @@ def test_pending_and_unread_documents_of_a_running_run_are_used_later(killed):
     assert unread > 10, "the case"
 
 
+@pytest.mark.parametrize("step, words", [(STEPS - 1, "lies ahead"), (STEPS, "would come after it")])
+def test_a_step_after_the_last_one_of_a_running_run_never_comes(killed, caplog, step, words):
+    """Regression: "step 200 lies ahead" of a run of 200 steps."""
+    log = training.log_file("text")
+    records = [json.dumps(record) + "\n" for record in iter_log(log) if record["step"] < 10]
+    log.write_text("".join(records))
+    run("rows", "text", f"--step={step}")
+    assert words in caplog.text
+
+
 def log_again(step, **changed):
     """Add a line for a step to the log of the run "text"."""
     with open(training.log_file("text"), "a") as log:
@@ -972,10 +982,26 @@ def test_spikes_lists_the_steps_that_stand_out_and_their_rows(killed):
     assert "step 20: loss 9 (" in out and worst["documents"][0]["document"] in out
 
 
+@pytest.mark.parametrize("high, is_weights", [([5], False), (range(8), True)])
+def test_a_spike_in_all_rows_is_blamed_on_the_weights(killed, high, is_weights):
+    """Regression: its three highest rows were shown as if they were the cause."""
+    kept = RowLosses(training.run_dir("text"), num_rows=8, T=training.T)
+    nats, live = kept.read(20)
+    nats[[*high]] *= 4
+    kept.write(20, nats, live)
+    log_again(20, loss=9.0)
+    out = run("spikes", "text")
+    assert f"above their bucket's median: {len(high)} of 8" in out
+    assert ("the weights, which an update before step 20 damaged" in out) == is_weights
+    [spike] = json_lines("spikes", "text", "--json")
+    assert (spike["outliers"], spike["judged"]) == (len(high), 8)
+
+
 def test_a_spike_of_one_number_says_that_the_other_is_below_earlier_steps(capsys):
     """Regression: "-0.9155 deviations above earlier steps"."""
     spike = {"step": 9, "loss": 4.855, "loss_deviations": -0.9155}
-    inspect_data.print_spike({**spike, "grad_norm": 2.5, "grad_norm_deviations": 7.04}, [])
+    line = {**spike, "grad_norm": 2.5, "grad_norm_deviations": 7.04}
+    inspect_data.print_spike(line, inspect_data.SpikeRows(8, 0, []))
     assert capsys.readouterr().out == (
         "step 9: loss 4.855 (0.9 deviations below earlier steps), "
         "grad_norm 2.5 (7.0 deviations above earlier steps)\n"

@@ -192,7 +192,8 @@ def test_the_page_draws_the_values_of_the_log(runs, tmp_path):
 
 
 def test_the_planned_mix_goes_through_the_window_of_the_trained_one(runs, tmp_path):
-    _, data = write(runs[:1], tmp_path / "page.html")
+    html, data = write(runs[:1], tmp_path / "page.html")
+    assert "A mix is planned in rows, so the dashed lines are estimates." in html
     found = curves(data["runs"][0])
     planned = found["mix-0", "web, planned"]
     # the run follows its plan, whose phases change at step 20; the window has 20 steps

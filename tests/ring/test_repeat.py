@@ -34,6 +34,16 @@ def warm_processes(monkeypatch):
     monkeypatch.setattr(subprocess, "run", run)
 
 
+def test_runs_that_would_never_be_evaluated_are_refused_before_they_train(monkeypatch):
+    """Regression: all of them trained, and then the first had no result."""
+    started = []
+    monkeypatch.setattr(subprocess, "run", lambda command, **_: started.append(command))
+    flags = ["--config=runs/laptop.yaml", "--eval-every=-1"]
+    with pytest.raises(ValueError, match=r"--eval-every=-1: .*; omit it, or pass --eval-every=N"):
+        repeat.main(["--seeds=2", "--name=never", "--", *flags])
+    assert not started
+
+
 def test_quantiles_are_those_of_the_tables():
     """Student's t and chi-squared, as printed in statistics textbooks."""
     for p, degrees, t in (

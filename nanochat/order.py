@@ -276,7 +276,7 @@ class Order:
     decides which. A *place* is a position in an epoch's sequence of documents, counted from 0.
     """
 
-    # a lane reads ahead while it has fewer documents than its packer wants, and this many more
+    # a lane reads ahead until it has this many documents more than its packer wants now
     margin: int
 
     def share(self, lane: int, epoch: int) -> range:
@@ -586,7 +586,7 @@ class Grouped(Protocol):
     @property
     def means(self) -> np.ndarray: ...  # (G,) int64: their estimated mean length in tokens
     @property
-    def small(self) -> bool: ...  # whether its documents are shuffled one by one
+    def small(self) -> bool: ...  # whether documents are shuffled one by one, but for joined ones
     @property
     def joined(self) -> Sequence[Joined]: ...  # the files that joined it, in the order of forks
 

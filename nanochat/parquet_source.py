@@ -7,7 +7,8 @@ unit would decode a group of 1,024 documents sixteen times. So a group is decode
 units that the lane will read soon are kept compressed. A *small* bucket (at most 32 Mi tokens,
 about 128 MB of text) is read in random order: each group is decoded once in the whole run, and its
 documents stay in memory, each compressed individually. (Compressing several together saved no
-memory, and took 20 % longer per document.) A *large* group, such as one of books, is decoded into a
+memory, and took 20 % longer per document.) Files that joined a bucket in a fork are small or not by
+themselves. A *large* group, such as one of books, is decoded into a
 file that all lanes read (nanochat/spill.py).
 """
 

@@ -164,16 +164,18 @@ class Feed:
 
     `pool` prefetches the next unit; without a pool, each unit is read when it is needed.
 
-        method                            thread          touches
-        __init__, restore                 the maker's     all of the feed
-        prefetch, pack, next_row, state   the loader's    all of the feed, one call at a time
-        _fetch, _fetch_pending            the pool's      only what never changes after `__init__`:
-          and what they call                              config, source, order; and of the packer
-                                                          max_tokens, own_bos, whole_length
+        method                            thread                touches
+        __init__, restore                 the one that opens    all of the feed
+                                          the stream
+        prefetch, pack, next_row, state   the loader's          all of the feed, one call at a time
+        _fetch, _fetch_pending            the pool's            only what never changes after `__init__`:
+          and what they call                                    config, source, order; and of the packer
+                                                                max_tokens, own_bos, whole_length
 
-    A feed without a loader (of validation, a plan, `find` or --skip-steps) has one thread and its
-    pool. Each rank has feeds of its own lanes; when a run starts, rank 0 also makes feeds of all lanes,
-    for its first cursors and its plan. Sources, orders and the pool are shared with other lanes.
+    Without a loader (in validation, a plan, `find`, --skip-steps), the thread that opens the stream
+    calls everything but the pool's. A rank has feeds of its own lanes; when a run starts, rank 0 also
+    opens all lanes, for the first cursors and the plan. Sources, orders and the pool are shared with
+    other lanes.
     """
 
     def __init__(

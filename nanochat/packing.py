@@ -75,9 +75,8 @@ class Placement(NamedTuple):
 class Piece(NamedTuple):
     """A pending document, or the tail of one that was cut."""
 
-    length: (
-        int  # tokens; of a tail: its lead-in (BOS and context) and the tokens not yet in any row
-    )
+    # tokens; of a tail: its lead-in (BOS and context) and the tokens not yet in any row
+    length: int
     used: int  # tokens of the document already placed in rows; 0: the whole document is pending
     arrival: int  # tokens that arrived before it, counting at most one row per piece
 

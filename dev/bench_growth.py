@@ -216,12 +216,12 @@ class OnlyLengths:
         self.without: dict[int, np.ndarray] = {}
         self.tokenizer = self
 
-    def lengths(self, group: int, rows: np.ndarray) -> tuple[list[int], list[int]]:
-        drawn = (rows * 7919 + group * 104729) % (2 * int(self.means[group]))
-        return (drawn + 1).tolist(), [0] * len(rows)
+    def lengths(self, group: int, numbers: np.ndarray) -> tuple[list[int], list[int]]:
+        drawn = (numbers * 7919 + group * 104729) % (2 * int(self.means[group]))
+        return (drawn + 1).tolist(), [0] * len(numbers)
 
-    def read(self, group: int, rows: np.ndarray, keep: int = 0) -> list[Document]:
-        lengths, _ = self.lengths(group, rows)
+    def read(self, group: int, numbers: np.ndarray, keep: int = 0) -> list[Document]:
+        lengths, _ = self.lengths(group, numbers)
         return [Document(range(length)) for length in lengths]  # type: ignore[arg-type]
 
     def locate(self, group: int) -> tuple[str, int]:
@@ -250,7 +250,7 @@ def documents(num: int, work: Path) -> Costs:
     lengths: list[Any] = []
     return {
         "order": cost(lambda: [order.share(lane, 0) for lane in range(config.V)]),
-        "place": cost(lambda: [order.lane_and_place(0, group, row) for row in range(10)]),
+        "place": cost(lambda: [order.lane_and_place(0, group, number) for number in range(10)]),
         "plan's totals": cost(lambda: lengths.append(Lengths(source, config))),
         "64 rows": cost(lambda: open_lengths(lengths[0], config).next_rows(1)),
     }

@@ -130,7 +130,7 @@ def our_share(lengths: list[int], T: int, passes: int) -> float:
             number += 1
         packer.next_row()
     pending = sum(min(piece.length, T + 1) for piece in packer.waiting().values())
-    return 1 - (packer.row * (T + 1) + pending) / read
+    return 1 - (packer.num_rows * (T + 1) + pending) / read
 
 
 def nanochat_share(args: argparse.Namespace, lengths: list[int], T: int) -> float:

@@ -136,7 +136,7 @@ class Phase:
         object.__setattr__(self, "duration_tokens", duration)
         object.__setattr__(self, "mix", mix)
 
-    def shares(self) -> dict[str, int]:
+    def proportions(self) -> dict[str, int]:
         """The weights above 0 as the smallest integers in proportion: {"code": 1, "web": 3}."""
         exact = {}
         for bucket, weight in self.mix.items():
@@ -150,7 +150,7 @@ class Phase:
 
 @dataclass(frozen=True, kw_only=True)
 class CurriculumSettings:
-    """curriculum"""
+    """curriculum"""  # the title of these flags in --help
 
     curriculum: dict | None = setting(
         None,
@@ -180,12 +180,14 @@ class Curriculum:
             raise ValueError(
                 "curriculum: no phases, expected a list of phases, each with duration_tokens and mix"
             )
+        limits: dict[str, int] = {}
         for bucket, limit in self.max_epochs.items():
             if bucket not in self.buckets:
                 raise ValueError(
                     f"max_epochs: no phase gives {_show(bucket)} a weight{_hint(bucket, self.buckets)}"
                 )
-            _number(limit, f"max_epochs of {_show(bucket)}", whole=True)
+            limits[bucket] = int(_number(limit, f"max_epochs of {_show(bucket)}", whole=True))
+        object.__setattr__(self, "max_epochs", limits)
 
     @property
     def buckets(self) -> list[str]:
@@ -199,7 +201,7 @@ class Curriculum:
 
     def epochs(self, bucket: str) -> int:
         """Maximum number of passes over a bucket; 0 = unlimited."""
-        return int(self.max_epochs.get(bucket, 1))
+        return self.max_epochs.get(bucket, 1)
 
     def check_buckets(self, available: Collection[str]) -> None:
         """ValueError if a phase names a bucket that is not available."""
@@ -259,20 +261,20 @@ class Curriculum:
         """What differs in the rows of another curriculum, with the values of both files. Empty if and
         only if both have the same `identity`."""
         last = min(len(self.phases), len(other.phases))
-        found = []
+        differing = []
         if len(self.phases) != len(other.phases):
-            found.append(Difference("number of phases", len(self.phases), len(other.phases)))
+            differing.append(Difference("number of phases", len(self.phases), len(other.phases)))
         for number, (ours, theirs) in enumerate(zip(self.phases, other.phases), 1):
             durations = ours.duration_tokens, theirs.duration_tokens
             if number < last and durations[0] != durations[1]:
-                found.append(Difference(f"duration_tokens of phase {number}", *durations))
-            if ours.shares() != theirs.shares():
-                found.append(Difference(f"mix of phase {number}", ours.mix, theirs.mix))
+                differing.append(Difference(f"duration_tokens of phase {number}", *durations))
+            if ours.proportions() != theirs.proportions():
+                differing.append(Difference(f"mix of phase {number}", ours.mix, theirs.mix))
         for bucket in self.buckets:
             limits = self.epochs(bucket), other.epochs(bucket)
             if bucket in other.buckets and limits[0] != limits[1]:
-                found.append(Difference(f"max_epochs of {bucket}", *limits))
-        return found
+                differing.append(Difference(f"max_epochs of {bucket}", *limits))
+        return differing
 
     def identity(self) -> str:
         """Canonical JSON of everything that decides a row's bucket, and when a bucket is dry.
@@ -282,7 +284,7 @@ class Curriculum:
         """
         phases: list[dict[str, Any]] = []
         for phase in self.phases:
-            phases.append({"duration_tokens": phase.duration_tokens, "shares": phase.shares()})
+            phases.append({"duration_tokens": phase.duration_tokens, "shares": phase.proportions()})
         phases[-1]["duration_tokens"] = None
         max_epochs = {bucket: self.epochs(bucket) for bucket in self.buckets}
         value = {"version": VERSION, "phases": phases, "max_epochs": max_epochs}
@@ -326,7 +328,7 @@ class Mixer:
         for rows in curriculum.phase_rows(T, V):
             self._starts.append(start)
             start += rows
-        self._shares = [phase.shares() for phase in curriculum.phases]
+        self._proportions = [phase.proportions() for phase in curriculum.phases]
         # each lane's present block and the next
         self._block = functools.lru_cache(2 * V)(self._draw)
 
@@ -342,8 +344,8 @@ class Mixer:
         """
         assert row >= 0 and 0 <= lane < self.V
         phase, at = self.phase_of(row)
-        block, place = divmod(at, BLOCK)
-        return self._block(phase, lane, block, dropped)[place]
+        block, within = divmod(at, BLOCK)
+        return self._block(phase, lane, block, dropped)[within]
 
     def _draw(self, phase: int, lane: int, block: int, dropped: frozenset[str]) -> list[str | None]:
         """The buckets of a block's rows.
@@ -351,14 +353,15 @@ class Mixer:
         On the line, bucket j ends after floor(BLOCK * P_j + u) rows, where P_j is the share of the
         buckets up to j.
         """
-        shares = {bucket: n for bucket, n in self._shares[phase].items() if bucket not in dropped}
-        total = sum(shares.values())
+        mixed = self._proportions[phase]
+        proportions = {bucket: n for bucket, n in mixed.items() if bucket not in dropped}
+        total = sum(proportions.values())
 
         # lay the buckets end to end; u is times 2**64, so that the arithmetic is exact
         u = (block * GOLDEN + lane * SQRT2) % 2**64
         line: list[str | None] = []
         up_to = 0
-        for bucket, n in shares.items():
+        for bucket, n in proportions.items():
             up_to += n
             end = ((BLOCK * up_to << 64) + u * total) // (total << 64)
             line += [bucket] * (end - len(line))
@@ -366,12 +369,12 @@ class Mixer:
             line = [None] * BLOCK
 
         # order the rows
-        places = permutation(BLOCK, self.seed, "mix", phase, lane, block).tolist()
-        return [line[place] for place in places]
+        shuffled = permutation(BLOCK, self.seed, "mix", phase, lane, block).tolist()
+        return [line[at] for at in shuffled]
 
     def counts(self, phase: int, rows: range) -> Counter[str]:
-        """How many of these rows of a phase, the same of each lane, are of each bucket, in all lanes
-        together, while no bucket is dry. Within a few rows if they have more than COUNTED blocks."""
+        """{bucket: how many rows it has in all lanes together}, if each lane has these rows of a phase
+        and no bucket is dry. Off by a few rows if there are more than COUNTED blocks."""
         if not rows:
             return Counter()
         blocks = range(-(-rows.start // BLOCK), rows.stop // BLOCK)  # those with all of their rows
@@ -390,21 +393,20 @@ class Mixer:
     def _count_blocks(self, phase: int, blocks: range) -> Counter[str]:
         """The counts of whole blocks of a phase: of all but the last COUNTED ones, by weight."""
         counted = np.array(blocks[-COUNTED:], np.uint64)
-        by_weight = (len(blocks) - len(counted)) * BLOCK * self.V  # rows
+        others = len(blocks) - len(counted)
 
-        # as in `_draw`, but with all u at once: a bucket ends one row later if u is at least `late`
+        # as in `_draw`, but all u at once, as fractions: 53 bits of them are exact
         lanes = np.arange(self.V, dtype=np.uint64)
         u = counted[:, None] * np.uint64(GOLDEN) + lanes * np.uint64(SQRT2)  # modulo 2^64
+        u = (u >> np.uint64(11)) / 2**53
         counts = Counter[str]()
-        total = sum(self._shares[phase].values())
-        up_to = before = 0
-        for bucket, n in self._shares[phase].items():
+        total = sum(self._proportions[phase].values())
+        up_to = 0
+        before = 0
+        for bucket, n in self._proportions[phase].items():
             up_to += n
-            end, remainder = divmod(BLOCK * up_to, total)
-            placed = by_weight * up_to // total + end * u.size
-            late = -(-((total - remainder) << 64) // total)
-            if late < 2**64:
-                placed += int((u >= np.uint64(late)).sum())
+            placed = int(np.floor(BLOCK * up_to / total + u).sum())
+            placed += others * BLOCK * self.V * up_to // total
             counts[bucket] = placed - before
             before = placed
         return counts

@@ -38,12 +38,13 @@ from nanochat.common import block, open_door, stops_if
 from nanochat.order import StreamConfig
 from nanochat.rows import Row
 from nanochat.sources import Source
-from nanochat.stream import Cursor, LaneState, OpensStream, Stream, open_stream
+from nanochat.stream import Cursor, LaneState, OtherStreamConfig, Stream, open_stream
 from nanochat.tokenizer import Tokenizer, TokenizerSettings
 
 OFF = -100  # target where the loss is off
 PREFETCH = 8  # micro-batches ready in advance, at least
-NUM_PROMPTS, PROMPT_TOKENS = 6, 12  # prompts from validation documents, and their maximum length
+NUM_PROMPTS = 6  # from validation documents
+PROMPT_TOKENS = 12  # at most
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,8 +127,8 @@ class StepLayout:
 
     @functools.cached_property
     def leaves(self) -> list[range]:
-        """The lanes of each of this rank's leaves. Each micro-batch asks for one of them, so a step
-        of 512 leaves took 0.16 s for their 512 lists."""
+        """The lanes of each of this rank's leaves. Cached, because each micro-batch asks: 0.16 s in a
+        step of 512 leaves."""
         num_leaves = self.num_blocks // self.world_size
         first = self.rank * num_leaves
         return [block(j, self.num_blocks, self.V) for j in range(first, first + num_leaves)]
@@ -250,11 +251,22 @@ class DataLoader:
     `config` is a `StreamConfig`, or that of another order. `cursors` are those of
     all V lanes, or at least of this rank's. `drop_dry`: see `Stream`. An error while prefetching is
     raised by the `next` that needs the batch. Close the loader, or use it as a context manager.
+
+        method                     in training, called by             thread     waits for
+        next                       each micro-batch                   main       packed rows
+        next_digest                a save; the start of a launch      main       packed rows, up to `wait_s`
+        cursors, phase             a save (phase: each report, too)   main       nothing
+        dropped, digest, wait_s    each step, after its rows          main       nothing
+        close                      the end of a launch                main       both other threads
+        _prefetch                                                     prefetch   the pool, free slots
+
+    The stream belongs to the prefetch thread. The main thread has only states of it, which are copies
+    and come with the last micro-batch of a step: those after the last complete step and the one before.
     """
 
     def __init__(
         self,
-        config: StreamConfig | OpensStream,
+        config: StreamConfig | OtherStreamConfig,
         sources: Mapping[str, Source],
         *,
         tokenizer: Tokenizer,
@@ -289,11 +301,11 @@ class DataLoader:
             )
             run = copy_context().run
         self.buckets = self.stream.buckets  # names; `MicroBatch.bucket_ids` are their indices
-        self.step = start_step  # the step whose micro-batches come next
+        # where the stream stood after the last complete step, and after the one before
+        self._now = StepEnd(start_step, self.stream.state())
+        self._before = self._now
         self.digest = 0  # this rank's part of the last complete step's digest
         self.wait_s = 0.0  # total time that `next` has waited for batches
-        # the stream's last two states, by the number of steps done
-        self._ends = {start_step: self.stream.state()}
         # the slots travel between the thread and the consumer
         self._filled: queue.SimpleQueue[Filled | BaseException] = queue.SimpleQueue()
         self._first: Filled | BaseException | None = None  # taken from the queue, but not used yet
@@ -306,7 +318,7 @@ class DataLoader:
         for _ in range(self.num_slots):
             self._free.put(Slot(*shape, bos, self.device, with_doc_ids=with_doc_ids))
         self._thread = threading.Thread(
-            target=run, args=[self._prefetch], name="prefetch", daemon=True
+            target=run, args=[self._prefetch, start_step], name="prefetch", daemon=True
         )
         self._thread.start()
 
@@ -314,9 +326,14 @@ class DataLoader:
         """Ends the waits of this loader's threads, and of the stream's pool, once it is closed."""
         return "the loader is closed" if self._closed.is_set() else ""
 
+    @property
+    def step(self) -> int:
+        """The step whose micro-batches come next."""
+        return self._now.steps
+
     # -- the thread
 
-    def _prefetch(self) -> None:
+    def _prefetch(self, start_step: int) -> None:
         """Fill slots, step after step, until the loader is closed.
 
         Errors are passed to the consumer.
@@ -328,7 +345,7 @@ class DataLoader:
             layout = self.layout
             n = layout.rows_per_lane
             first_row = layout.lanes.start * n  # of this rank, in the step
-            for step in itertools.count(self.step):
+            for step in itertools.count(start_step):
                 # the rows of the step, and where the lanes stand after it
                 rows = self.stream.next_rows(n)
                 if len(rows) < n * len(layout.lanes):
@@ -371,10 +388,9 @@ class DataLoader:
         batch = filled.slot.batch()
         self._free.put(filled.slot)
         if filled.end is not None:
-            before = self.step
-            self.step = filled.end.steps
+            self._before = self._now
+            self._now = filled.end
             self.digest = filled.digest
-            self._ends = {before: self._ends[before], self.step: filled.end.state}
         return batch
 
     def _peek(self, wait_s: float = math.inf) -> "Filled | BaseException | None":
@@ -396,26 +412,30 @@ class DataLoader:
         return filled.digest if isinstance(filled, Filled) else None
 
     def cursors(self, steps: int | None = None) -> list[Cursor]:
-        """This rank's cursors after `steps` steps.
-
-        `steps` must be the number of complete steps (default) or one less.
-        """
-        return self.stream.cursors(self._ends[self.step if steps is None else steps])
+        """This rank's cursors after `steps` steps: the number of complete ones (default), or one less."""
+        return self.stream.cursors(self._state(steps))
 
     def dropped(self) -> dict[str, int]:
         """{bucket: number of this rank's lanes that dropped it by the end of the last full step}."""
-        lanes = self._ends[self.step]
+        lanes = self._now.state
         return {b: sum(b in lane.dropped for lane in lanes) for b in self.buckets}
 
-    @property
-    def phase(self) -> int | None:
-        """The curriculum's phase, from 1, of this rank's first lane; None without a curriculum."""
+    def phase(self, steps: int | None = None) -> int | None:
+        """The curriculum's phase, from 1, of this rank's first lane. `steps`: as for `cursors`. None
+        without a curriculum."""
         mixer = self.stream.mixer
-        lanes = self._ends[self.step]
+        lanes = self._state(steps)
         if mixer is None or not lanes:
             return None
-        number, _ = mixer.phase_of(lanes[0].row)
+        number, _ = mixer.phase_of(lanes[0].num_rows)
         return number + 1
+
+    def _state(self, steps: int | None) -> list[LaneState]:
+        """The lanes' state. `steps`: as for `cursors`."""
+        if steps is None or steps == self._now.steps:
+            return self._now.state
+        assert steps == self._before.steps, f"{steps} steps, but the loader has done {self.step}"
+        return self._before.state
 
     def close(self) -> None:
         """Stop the thread and the stream's pool, and wait for both.
@@ -506,7 +526,8 @@ def validation_prompts(
 
     The rows are those of the first validation source.
     """
-    source, bos = next(iter(sources.values())), tokenizer.get_bos_token_id()
+    source = next(iter(sources.values()))
+    bos = tokenizer.get_bos_token_id()
     prompts = []
     for batch in validation_loader(
         source,

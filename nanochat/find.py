@@ -36,7 +36,7 @@ from nanochat.order import Order, StreamConfig, open_order
 from nanochat.pins import place_of
 from nanochat.rows import Row
 from nanochat.sources import Source
-from nanochat.stream import Cursor, DocumentKey, RowsConfig, Stream
+from nanochat.stream import AnyStreamConfig, Cursor, DocumentKey, Stream
 
 log = logging.getLogger(__name__)
 
@@ -57,22 +57,19 @@ class SampleFinder(Protocol):
     """
 
     @property
-    def config(self) -> RowsConfig: ...
+    def config(self) -> AnyStreamConfig: ...
     def document_length(self, bucket: str, document: int) -> int: ...
     def samples_with(self, bucket: str, document: int) -> Sequence[Piece]: ...
 
 
 class DocumentPlace(NamedTuple):
-    """Where a document is in its source.
-
-    `group` is counted over all files of the source, `row` within the group.
-    """
+    """Where a document is in its source."""
 
     bucket: str
     name: str  # FILE:DOC
-    number: int  # DOC
-    group: int
-    row: int
+    number_in_file: int  # DOC
+    group: int  # counted over all files of the source
+    number: int  # in the group, from 0
 
 
 class Use(NamedTuple):
@@ -162,7 +159,7 @@ class History:
 
         Packs its lane again from the last save before the lane read it.
         """
-        lane, place = order.lane_and_place(epoch, document.group, document.row)
+        lane, place = order.lane_and_place(epoch, document.group, document.number)
         beginning = 0, order.share(lane, 0).start
 
         # the last save at which the lane had not yet passed the document's place
@@ -180,12 +177,12 @@ class History:
         )
         with closing(stream):
             feed = stream.feeds[document.bucket][lane]
-            key = DocumentKey(epoch, document.group, document.row)
+            key = DocumentKey(epoch, document.group, document.number)
             uses = self._uses(stream, document.bucket, key, place, step)
             if (feed.epoch, feed.place) > (epoch, place):
-                rows = np.array([document.row])
-                [found] = self.sources[document.bucket].read(document.group, rows)
-                return Pass(epoch, lane, uses, len(found.ids), pending=key in feed.packer)
+                numbers = np.array([document.number])
+                [content] = self.sources[document.bucket].read(document.group, numbers)
+                return Pass(epoch, lane, uses, len(content.ids), pending=key in feed.packer)
 
             # the lane has not read it yet: this many documents come before it, and it itself
             read = total_read(order, lane, feed.epoch, feed.place)
@@ -242,7 +239,7 @@ class History:
         uses: dict[DocumentPlace, list[Use]] = {document: [] for document in documents}
         if not documents:
             return uses
-        wanted = {(place.bucket, place.group, place.row): place for place in documents}
+        wanted = {(place.bucket, place.group, place.number): place for place in documents}
         reads = self._reads(documents)
         begins = sorted({self.nearest_cursors(step)[0] for step in self.saves})
         spans = [*itertools.pairwise([step for step in begins if step < self.trained])]
@@ -252,7 +249,7 @@ class History:
             lanes = self._lanes_using(wanted, reads, begin, end)
             for row, step, number in self._rows_between(lanes, begin, end):
                 for key, use in self._uses_in(row, step, number):
-                    document = wanted.get((row.bucket, key.group, key.row))
+                    document = wanted.get((row.bucket, key.group, key.number))
                     if document is not None:
                         uses[document].append(use)
         return uses
@@ -272,7 +269,7 @@ class History:
             of_bucket = [document for document in documents if document.bucket == bucket]
             for epoch in range(max(reached) + 1):
                 for document in of_bucket:
-                    lane, place = order.lane_and_place(epoch, document.group, document.row)
+                    lane, place = order.lane_and_place(epoch, document.group, document.number)
                     reads.setdefault((lane, bucket), []).append((epoch, place))
         return {key: sorted(places) for key, places in reads.items()}
 
@@ -283,7 +280,7 @@ class History:
         begin: int,
         end: int,
     ) -> list[int]:
-        """The lanes that may use a wanted document (bucket, group, row) from a save at step `begin`
+        """The lanes that may use a wanted document (bucket, group, number) from a save at step `begin`
         up to step `end`; all of them, if there is no save at `end`."""
         saved, later = self.nearest_cursors(end)
         if saved != end:
@@ -292,7 +289,7 @@ class History:
         lanes = set()
         for cursor in cursors or ():
             for bucket, feed in cursor["buckets"].items():
-                pending = [(bucket, group, row) for _, group, row, *_ in feed["waiting"]]
+                pending = [(bucket, group, number) for _, group, number, *_ in feed["waiting"]]
                 if any(document in wanted for document in pending):
                     lanes.add(cursor["lane"])
         first = _positions(cursors)
@@ -336,8 +333,8 @@ class History:
         used_up = feed.num_documents - pending
         if used_up <= 0:
             return math.inf
-        due = (pending + first) * feed.packer.row / used_up  # rows of the bucket
-        row = stream.rows[lane]
+        due = (pending + first) * feed.packer.num_rows / used_up  # rows of the bucket
+        row = stream.num_rows[lane]
         while due > 0 and row < self.horizon * self.rows_per_lane:
             if stream.bucket_of(lane, row) == bucket:
                 due -= 1
@@ -375,8 +372,8 @@ def sample_passes(
     run.
     """
     n = rows_per_step // stream.config.V
-    length = stream.document_length(document.bucket, document.number)
-    pieces = stream.samples_with(document.bucket, document.number)
+    length = stream.document_length(document.bucket, document.number_in_file)
+    pieces = stream.samples_with(document.bucket, document.number_in_file)
     last_epoch = max((piece.epoch for piece in pieces), default=0)
     for epoch in range(last_epoch + 1):
         uses: list[Use] = []
@@ -432,13 +429,13 @@ def find_document(data: Mapping[str, Mapping[str, Source]], name: str) -> tuple[
             f"{name}: expected FILE:DOC, for example web/0007.parquet:41; FILE is relative to the data "
             f"path, and DOC is the number of the document in it, from 0"
         )
-    row = int(number)
+    in_file = int(number)
     known: dict[str, tuple[str, str, int]] = {}  # {file: (split, bucket, documents)}
     for split, sources in data.items():
         for bucket, source in sources.items():
             for group, (of_file, first, count) in enumerate(groups_of(source)):
-                if of_file == file and first <= row < first + count:
-                    return split, DocumentPlace(bucket, name, row, group, row - first)
+                if of_file == file and first <= in_file < first + count:
+                    return split, DocumentPlace(bucket, name, in_file, group, in_file - first)
             for entry in source.manifest["files"]:
                 known.setdefault(entry["name"], (split, bucket, sum(entry["groups"])))
     if file not in known:
@@ -450,9 +447,9 @@ def find_document(data: Mapping[str, Mapping[str, Source]], name: str) -> tuple[
         hint = hint or did_you_mean(file, known)
         raise ValueError(f"{name}: the run has no file {file}; its files are {files}{hint}")
     split, bucket, count = known[file]
-    if row >= count:
+    if in_file >= count:
         raise ValueError(f"{name}: {file} has documents 0 to {count - 1}; name one of them")
-    return split, DocumentPlace(bucket, name, row, -1, -1)
+    return split, DocumentPlace(bucket, name, in_file, -1, -1)
 
 
 def announce_search(searched: Iterable[tuple[Source, Container[str]]]) -> None:
@@ -490,6 +487,7 @@ def documents_with(
     groups = groups_to_search(source, known)
     bar = tqdm(groups, desc=f"searching {bucket}", unit="group", disable=None if groups else True)
     for group, file, first in bar:
-        for row, document in enumerate(source.texts(group)):
+        for number, document in enumerate(source.texts(group)):
             if text in document:
-                yield DocumentPlace(bucket, f"{file}:{first + row}", first + row, group, row)
+                in_file = first + number
+                yield DocumentPlace(bucket, f"{file}:{in_file}", in_file, group, number)

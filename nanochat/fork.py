@@ -76,7 +76,7 @@ from nanochat.run_dir import (
 )
 from nanochat.run_order import order_of, stream_config
 from nanochat.sources import RunData, Source, check_files
-from nanochat.stream import Cursor, RowsConfig, stream_identity
+from nanochat.stream import AnyStreamConfig, Cursor, stream_identity
 
 # settings that follow from the machine
 MACHINE = ("world_size", "cpu_threads", "device_type")
@@ -426,7 +426,7 @@ def _joined(
 
 
 def continue_cursors(
-    parent: Parent, settings: Settings, config: RowsConfig, data: RunData
+    parent: Parent, settings: Settings, config: AnyStreamConfig, data: RunData
 ) -> list[Cursor]:
     """The cursors with which a fork begins to read. ValueError if its order cannot continue there.
 
@@ -543,8 +543,10 @@ def pack_anew(
     splits = [c.layout == "bestfit" and c.long_docs == "split" for c in (before, config)]
     read = documents = 0
     # the clock says when pieces arrived; those of `concat` are in order
-    for epoch, group, row, length, start, _ in sorted(feed["waiting"], key=lambda piece: piece[5]):
-        key = (epoch, group, row)
+    for epoch, group, number, length, start, _ in sorted(
+        feed["waiting"], key=lambda piece: piece[5]
+    ):
+        key = (epoch, group, number)
         num_bos = 1 if config.framed else 0
         documents += 1
         if start == 0:

@@ -22,6 +22,18 @@ mean length in its file (`nanochat.sources`), and as at most one row if `crop` w
 
 A permutation is the argsort of random numbers keyed by (seed, bucket, epoch, group):
 `nanochat.common.permutation`.
+
+From flags to documents, the types are:
+
+    StreamSettings      flags that decide rows                                             order
+    StreamConfig        they, and what a run derives: the configuration of lanes           order
+    PackingSettings     those of it that packers use                                       packing
+    OtherStreamConfig   the configuration of any other order, which opens its own stream   stream
+    AnyStreamConfig     what both have                                                     stream
+    RunOrder            makes the configuration of a run: `LaneOrder`, or any other        run_order
+    Stream, AnyStream   the rows of some lanes; what a stream of any order can do          stream
+    Order               the documents of one bucket: `SmallOrder` and others               order
+    Grouped             what it needs to know of the bucket                                order
 """
 
 import bisect
@@ -52,7 +64,7 @@ PLENTY = 10  # minimum ratio of a lane's documents in an epoch to its pending on
 
 @dataclass(frozen=True, kw_only=True)
 class StreamSettings:
-    """rows"""
+    """rows"""  # the title of these flags in --help
 
     order: str = setting(
         "lanes",
@@ -247,11 +259,11 @@ class Epoch(NamedTuple):
     tokens: np.ndarray  # (items + 1,) int64: tokens before each, then the total
 
 
-class UnitRows(NamedTuple):
+class UnitDocuments(NamedTuple):
     """The documents of a unit, in the order of use."""
 
     groups: np.ndarray  # (n,) int64: the group of each document
-    rows: np.ndarray  # (n,) int64: its number in the group
+    numbers: np.ndarray  # (n,) int64: its number in the group, from 0
     # the lane will soon read the group's documents up to this number (exclusive); 0 in a small
     # bucket
     keep: int
@@ -260,9 +272,46 @@ class UnitRows(NamedTuple):
 class Order:
     """The order of one bucket: epochs, shares, units.
 
-    `SmallOrder` shuffles documents, `LargeOrder` groups, and `open_order` decides which. A *place*
-    is a position in an epoch's sequence of documents, counted from 0.
+    `SmallOrder` shuffles documents, `LargeOrder` groups, and `JoinedOrder` has parts; `open_order`
+    decides which. A *place* is a position in an epoch's sequence of documents, counted from 0.
     """
+
+    # a lane reads ahead until it has this many documents more than its packer wants now
+    margin: int
+
+    def share(self, lane: int, epoch: int) -> range:
+        """The places of an epoch that a lane reads."""
+        raise NotImplementedError
+
+    def lane_and_place(self, epoch: int, group: int, number: int) -> tuple[int, int]:
+        """(lane, place) at which a document of a group is read in an epoch.
+
+        In a large bucket the place is exact only to within a unit, because the documents of a unit
+        are permuted. The place is -1 if a lane had read the document before files joined the bucket.
+        """
+        raise NotImplementedError
+
+    def unit_end(self, epoch: int, place: int, stop: int) -> int:
+        """The place after the unit that begins at a place. `stop`: the end of the lane's share."""
+        raise NotImplementedError
+
+    def unit(self, epoch: int, place: int, stop: int) -> UnitDocuments:
+        """The unit that begins at a place. `stop`: the end of the lane's share."""
+        raise NotImplementedError
+
+    def groups_ahead(self, epoch: int, place: int, stop: int, count: int) -> list[int]:
+        """The first groups that a lane reads from a place on, up to the place `stop`: `count` of
+        them, or more if it reads them at once."""
+        groups: dict[int, None] = {}
+        while place < stop and len(groups) < count:
+            unit = self.unit(epoch, place, stop)
+            groups.update(dict.fromkeys(unit.groups.tolist()))
+            place += len(unit.numbers)
+        return list(groups)
+
+
+class ShuffledOrder(Order):
+    """An order of shuffled items, which are single documents or groups."""
 
     def __init__(
         self,
@@ -285,9 +334,10 @@ class Order:
         # shares have about equal numbers of tokens, counting only what rows can hold
         limit = config.tokens_in_shares or int(means.max())
         self.means = np.minimum(means, limit)
-        # units of single documents; a lane reads about as many as its packer wants
+        # documents that a lane reads at once, if each may be in another group
         in_share = int(counts.sum()) // self.V
         self.batch = max(1, min(config.unit_size // 4, in_share // UNITS))
+        self.margin = self.batch // 2
         self._epoch = functools.lru_cache(4)(self._new_epoch)
 
     def _new_epoch(self, epoch: int) -> Epoch:
@@ -316,44 +366,17 @@ class Order:
         return min(int(places[at]) + units * size, int(places[at + 1]))
 
     def share(self, lane: int, epoch: int) -> range:
-        """The places of an epoch that a lane reads."""
-        number = (lane + epoch) % self.V
-        return range(self._cut(epoch, number), self._cut(epoch, number + 1))
+        share = (lane + epoch) % self.V
+        return range(self._cut(epoch, share), self._cut(epoch, share + 1))
 
-    def lane_of(self, epoch: int, place: int) -> int:
+    def _lane_of(self, epoch: int, place: int) -> int:
         """The lane that reads a place of an epoch."""
         beginnings = [self._cut(epoch, share) for share in range(self.V)]
-        number = bisect.bisect_right(beginnings, place) - 1
-        return (number - epoch) % self.V
-
-    def lane_and_place(self, epoch: int, group: int, row: int) -> tuple[int, int]:
-        """(lane, place) at which document number `row` of a group is read in an epoch.
-
-        In a large bucket the place is exact only to within a unit, because the documents of a unit
-        are permuted.
-        """
-        raise NotImplementedError
-
-    def unit_end(self, epoch: int, place: int, stop: int) -> int:
-        """The place after the unit that begins at a place, and ends at `stop` at the latest."""
-        raise NotImplementedError
-
-    def unit(self, epoch: int, place: int, stop: int) -> UnitRows:
-        """The unit that begins at a place and ends before the place `stop`."""
-        raise NotImplementedError
-
-    def groups_ahead(self, epoch: int, place: int, stop: int, count: int) -> list[int]:
-        """The first groups that a lane reads from a place on, up to the place `stop`: `count` of
-        them, or more if it reads them at once."""
-        groups: dict[int, None] = {}
-        while place < stop and len(groups) < count:
-            unit = self.unit(epoch, place, stop)
-            groups.update(dict.fromkeys(unit.groups.tolist()))
-            place += len(unit.rows)
-        return list(groups)
+        share = bisect.bisect_right(beginnings, place) - 1
+        return (share - epoch) % self.V
 
 
-class SmallOrder(Order):
+class SmallOrder(ShuffledOrder):
     """A small bucket: its documents are shuffled one by one."""
 
     def __init__(
@@ -364,25 +387,22 @@ class SmallOrder(Order):
         ones = np.ones(int(self.first[-1]), np.int64)
         super().__init__(ones, np.repeat(means, documents), ones, bucket=bucket, config=config)
 
-    def lane_and_place(self, epoch: int, group: int, row: int) -> tuple[int, int]:
-        """See `Order.lane_and_place`."""
-        number = self.first[group] + row
-        place = int(np.flatnonzero(self._epoch(epoch).items == number)[0])
-        return self.lane_of(epoch, place), place
+    def lane_and_place(self, epoch: int, group: int, number: int) -> tuple[int, int]:
+        document = self.first[group] + number
+        place = int(np.flatnonzero(self._epoch(epoch).items == document)[0])
+        return self._lane_of(epoch, place), place
 
     def unit_end(self, epoch: int, place: int, stop: int) -> int:
-        """See `Order.unit_end`."""
         return min(place + self.batch, stop)
 
-    def unit(self, epoch: int, place: int, stop: int) -> UnitRows:
-        """See `Order.unit`."""
+    def unit(self, epoch: int, place: int, stop: int) -> UnitDocuments:
         end = self.unit_end(epoch, place, stop)
-        numbers = self._epoch(epoch).items[place:end]
-        groups = np.searchsorted(self.first, numbers, side="right") - 1
-        return UnitRows(groups, numbers - self.first[groups], 0)
+        documents = self._epoch(epoch).items[place:end]
+        groups = np.searchsorted(self.first, documents, side="right") - 1
+        return UnitDocuments(groups, documents - self.first[groups], 0)
 
 
-class LargeOrder(Order):
+class LargeOrder(ShuffledOrder):
     """A large bucket: its groups are shuffled.
 
     A lane reads a group unit by unit, and each unit's documents are permuted.
@@ -399,25 +419,27 @@ class LargeOrder(Order):
         # random numbers of the groups being read
         self._words = functools.lru_cache(config.V)(words)
 
-    def lane_and_place(self, epoch: int, group: int, row: int) -> tuple[int, int]:
-        """See `Order.lane_and_place`."""
+    def _group_at(self, epoch: int, place: int) -> int:
+        """The index of the group that holds a place, among the shuffled ones of the epoch."""
+        places = self._epoch(epoch).places
+        return int(np.searchsorted(places, place, side="right")) - 1
+
+    def lane_and_place(self, epoch: int, group: int, number: int) -> tuple[int, int]:
         items, places, _ = self._epoch(epoch)
         at = int(np.flatnonzero(items == group)[0])
-        place = int(places[at]) + row
-        return self.lane_of(epoch, place), place
+        place = int(places[at]) + number
+        return self._lane_of(epoch, place), place
 
     def unit_end(self, epoch: int, place: int, stop: int) -> int:
-        """See `Order.unit_end`."""
         items, places, _ = self._epoch(epoch)
-        at = int(np.searchsorted(places, place, side="right")) - 1
+        at = self._group_at(epoch, place)
         size = int(self.sizes[items[at]])
         return min(place + size, int(places[at + 1]), stop)
 
-    def unit(self, epoch: int, place: int, stop: int) -> UnitRows:
-        """See `Order.unit`."""
+    def unit(self, epoch: int, place: int, stop: int) -> UnitDocuments:
         items, places, _ = self._epoch(epoch)
         # the group, and the lane's part of it
-        at = int(np.searchsorted(places, place, side="right")) - 1
+        at = self._group_at(epoch, place)
         group = int(items[at])
         first_place = int(places[at])
         begin = place - first_place
@@ -425,13 +447,12 @@ class LargeOrder(Order):
         end = self.unit_end(epoch, place, stop) - first_place
         # permute the unit by a random number per document
         drawn = self._words(int(self.counts[group]), *self.key, epoch, group)
-        rows = begin + np.argsort(drawn[begin:end], kind="stable")
-        return UnitRows(np.full(len(rows), group), rows, last)
+        numbers = begin + np.argsort(drawn[begin:end], kind="stable")
+        return UnitDocuments(np.full(len(numbers), group), numbers, last)
 
     def groups_ahead(self, epoch: int, place: int, stop: int, count: int) -> list[int]:
-        """See `Order.groups_ahead`."""
         items, places, _ = self._epoch(epoch)
-        at = int(np.searchsorted(places, place, side="right")) - 1
+        at = self._group_at(epoch, place)
         end = int(np.searchsorted(places, stop, side="left"))
         return items[at : min(end, at + count)].tolist()
 
@@ -463,25 +484,23 @@ class JoinedOrder(Order):
     def __init__(
         self,
         before: Order,
-        added: Order,
+        added: ShuffledOrder,
         first_group: int,
         begins: Sequence[Sequence[int]],
     ):
         """first_group: number of the first group of the files that joined. begins: for each lane,
         the (epoch, place) that it had reached in the order `before`."""
-        self.before = before
-        self.added = added
+        self.parts = (before, added)
         self.first_group = first_group
         self.begins = begins
-        self.V = before.V
+        self.V = added.V
         self.key = added.key
-        self.batch = max(before.batch, added.batch)
+        self.margin = max(before.margin, added.margin)
         self._units = functools.lru_cache(2 * self.V)(self._new_units)
 
     def _shares(self, lane: int, epoch: int) -> tuple[range, range]:
         """The places of both parts that a lane reads in an epoch."""
-        of_before = self.before.share(lane, epoch)
-        of_added = self.added.share(lane, epoch)
+        of_before, of_added = (part.share(lane, epoch) for part in self.parts)
         begin_epoch, begin = self.begins[lane]
         if epoch < begin_epoch:  # before the fork
             of_added = range(0)
@@ -495,18 +514,16 @@ class JoinedOrder(Order):
         return _running(np.array(lengths))
 
     def share(self, lane: int, epoch: int) -> range:
-        """See `Order.share`."""
         first, stop = self._lengths(epoch)[lane : lane + 2].tolist()
         return range(first, stop)
 
-    def lane_of(self, epoch: int, place: int) -> int:
-        """See `Order.lane_of`."""
+    def _lane_of(self, epoch: int, place: int) -> int:
+        """The lane that reads a place of an epoch."""
         return int(np.searchsorted(self._lengths(epoch), place, side="right")) - 1
 
     def _new_units(self, lane: int, epoch: int) -> JoinedUnits:
         """Draw the order in which a lane reads the units of both parts."""
         shares = self._shares(lane, epoch)
-        orders = (self.before, self.added)
         at = [share.start for share in shares]
         drawn = words(sum(map(len, shares)) or 1, *self.key, "join", epoch, lane)
         ends: list[int] = []
@@ -514,9 +531,9 @@ class JoinedOrder(Order):
         places: list[int] = []
         done = 0
         while any(at[part] < shares[part].stop for part in (0, 1)):
-            left = [share.stop - place for share, place in zip(shares, at)]
-            part = int(int(drawn[len(ends)]) * sum(left) >= left[0] << 64)
-            end = orders[part].unit_end(epoch, at[part], shares[part].stop)
+            remaining = [share.stop - place for share, place in zip(shares, at)]
+            part = int(int(drawn[len(ends)]) * sum(remaining) >= remaining[0] << 64)
+            end = self.parts[part].unit_end(epoch, at[part], shares[part].stop)
             done += end - at[part]
             ends.append(done)
             parts.append(part)
@@ -524,41 +541,41 @@ class JoinedOrder(Order):
             at[part] = end
         return JoinedUnits(np.array(ends), np.array(parts, np.uint8), np.array(places))
 
-    def lane_and_place(self, epoch: int, group: int, row: int) -> tuple[int, int]:
-        """See `Order.lane_and_place`. A document that was read before the fork has no place: -1."""
+    def lane_and_place(self, epoch: int, group: int, number: int) -> tuple[int, int]:
         part = int(group >= self.first_group)
-        order = (self.before, self.added)[part]
-        lane, wanted = order.lane_and_place(epoch, group - part * self.first_group, row)
+        first_group = part * self.first_group
+        lane, wanted = self.parts[part].lane_and_place(epoch, group - first_group, number)
         units = self._units(lane, epoch)
-        numbers = np.flatnonzero((units.parts == part) & (units.places <= wanted))
-        if not len(numbers):
+        earlier = np.flatnonzero((units.parts == part) & (units.places <= wanted))
+        if not len(earlier):
             return lane, -1
-        number = int(numbers[-1])
-        begin = int(units.ends[number - 1]) if number else 0
-        within = wanted - int(units.places[number])
+        unit = int(earlier[-1])  # the document is in it
+        begin = int(units.ends[unit - 1]) if unit else 0
+        within = wanted - int(units.places[unit])
         return lane, self.share(lane, epoch).start + begin + within
 
-    def _unit_at(self, epoch: int, place: int) -> tuple[int, int, int]:
-        """(part, place in its order, end in its order) of the unit that begins at a place."""
-        lane = self.lane_of(epoch, place)
-        ends, parts, places = self._units(lane, epoch)
-        begin = place - self.share(lane, epoch).start
-        number = int(np.searchsorted(ends, begin, side="right"))
-        first = int(places[number])
-        return int(parts[number]), first, first + int(ends[number]) - begin
+    def _unit_at(self, epoch: int, place: int) -> tuple[int, int]:
+        """(lane, index in `_units`) of the unit that begins at a place."""
+        lane = self._lane_of(epoch, place)
+        num_before = place - self.share(lane, epoch).start
+        ends = self._units(lane, epoch).ends
+        return lane, int(np.searchsorted(ends, num_before, side="right"))
 
     def unit_end(self, epoch: int, place: int, stop: int) -> int:
-        """See `Order.unit_end`."""
-        _, first, end = self._unit_at(epoch, place)
-        return min(place + end - first, stop)
+        lane, unit = self._unit_at(epoch, place)
+        num_read = int(self._units(lane, epoch).ends[unit])
+        return min(self.share(lane, epoch).start + num_read, stop)
 
-    def unit(self, epoch: int, place: int, stop: int) -> UnitRows:
-        """See `Order.unit`."""
-        part, first, end = self._unit_at(epoch, place)
-        if part == 0:
-            return self.before.unit(epoch, first, end)
-        groups, rows, keep = self.added.unit(epoch, first, end)
-        return UnitRows(groups + self.first_group, rows, keep)
+    def unit(self, epoch: int, place: int, stop: int) -> UnitDocuments:
+        lane, unit = self._unit_at(epoch, place)
+        _, parts, places = self._units(lane, epoch)
+        part = int(parts[unit])
+        # Units of the other part come in between, but the lane will read on here, to the end of its
+        # share of this part. So the source keeps what it decodes.
+        stop_in_part = self._shares(lane, epoch)[part].stop
+        unit_of_part = self.parts[part].unit(epoch, int(places[unit]), stop_in_part)
+        groups = unit_of_part.groups + part * self.first_group
+        return unit_of_part._replace(groups=groups)
 
 
 class Grouped(Protocol):
@@ -569,14 +586,15 @@ class Grouped(Protocol):
     @property
     def means(self) -> np.ndarray: ...  # (G,) int64: their estimated mean length in tokens
     @property
-    def small(self) -> bool: ...  # whether its documents are shuffled one by one
+    def small(self) -> bool: ...  # whether documents are shuffled one by one, but for joined ones
     @property
     def joined(self) -> Sequence[Joined]: ...  # the files that joined it, in the order of forks
 
 
 def open_order(source: Grouped, *, bucket: str, config: StreamConfig) -> Order:
     """The order of a bucket."""
-    documents, means = source.groups, source.means
+    documents = source.groups
+    means = source.means
     ends = [*(part.first_group for part in source.joined), len(documents)]
     kind = SmallOrder if source.small else LargeOrder
     order: Order = kind(documents[: ends[0]], means[: ends[0]], bucket=bucket, config=config)

@@ -51,7 +51,14 @@ from typing import Any, NamedTuple, Protocol
 # part of the stream's law: a packer that places anything differently needs a new number
 VERSION = 3
 LIMIT_ROW = 2049  # `token_limit` counts a row as at least this many tokens
-COUNTS = ("row", "inserted", "repeated", "cropped", "padded", "left")
+COUNTS = {  # {name in cursors: attribute of a packer}
+    "row": "num_rows",
+    "inserted": "inserted",
+    "repeated": "repeated",
+    "cropped": "cropped",
+    "padded": "padded",
+    "left": "departed",
+}
 
 Key = Any  # the caller's name for a document; hashable
 
@@ -68,8 +75,9 @@ class Placement(NamedTuple):
 class Piece(NamedTuple):
     """A pending document, or the tail of one that was cut."""
 
-    length: int  # tokens; of a tail: 1 BOS + context + the tokens not yet in any row
-    start: int  # tokens of the document already placed in rows; 0: the whole document is pending
+    # tokens; of a tail: its lead-in (BOS and context) and the tokens not yet in any row
+    length: int
+    used: int  # tokens of the document already placed in rows; 0: the whole document is pending
     arrival: int  # tokens that arrived before it, counting at most one row per piece
 
 
@@ -106,14 +114,14 @@ class Packer:
     A new packer is a subclass and a line in `LAYOUTS` at the end of this file. --packing=NAME
     selects it. It must implement:
 
-        push(key, length, start, arrival)  add a document, or a piece that `waiting` returned
+        push(key, length, used, arrival)   add a document, or a piece that `waiting` returned
         next_row()                         return the placements of the next row
         waiting()                          return {key: Piece} of all pending documents
         key in packer                      whether any part of a document is still pending
 
     `push` and `next_row` keep `tokens`, the number of pending tokens, and the counts in `COUNTS` up
-    to date, but for the BOS and the repeated tokens of new documents: whoever pushes one adds these,
-    so that a restored piece does not count twice. A key is at most once in a row. The packer may
+    to date, but for the BOS and the repeated tokens of new documents: `Feed._push` adds these, so
+    that a restored piece does not count twice. A key is at most once in a row. The packer may
     override:
 
         ready, wants(target), pending      if the number `tokens` alone does not decide them
@@ -121,6 +129,9 @@ class Packer:
         lead(keys)                         if it changes the order of documents: the next row starts with these
         whole_length(piece)                if a piece is shorter than its document
         framed, own_bos, max_tokens        if documents have no BOS, tails get one, or rows hold only part of a document
+
+    `framed`, `own_bos`, `max_tokens` and `whole_length` are also used in other threads, while this
+    one pushes and packs: they may depend on nothing but the settings and their argument.
 
     `tests/ring/test_hacks.py` adds a packer in 30 lines. A layout's rows are part of a run's identity:
     to change any placement of an existing layout, rename it or raise VERSION.
@@ -140,12 +151,12 @@ class Packer:
         # the part of a document that rows can hold, in tokens; None: all of it
         self.max_tokens: int | None = None
         self.tokens = 0  # in all pending pieces
-        self.row = 0  # number of rows packed
+        self.num_rows = 0  # packed
         self.inserted = 0  # BOS tokens put in front of documents and tails
         self.repeated = 0  # tokens emitted a second time as context
         self.cropped = 0  # tokens dropped
         self.padded = 0  # positions in rows that no document fills
-        self.left = 0  # tokens of pieces that have left, counting at most one row per piece
+        self.departed = 0  # tokens of pieces that have left, counting at most one row per piece
 
     def __contains__(self, key: Hashable) -> bool:
         """Whether any part of a document is pending."""
@@ -166,16 +177,17 @@ class Packer:
         return self.tokens
 
     def wants(self, target: int) -> bool:
-        """Whether to push more documents before packing the next row.
+        """Whether to push more documents before packing the next row. It must be True while the
+        packer is not `ready`.
 
         `target`: documents that should be pending.
         """
         return not self.ready
 
-    def push(self, key: Key, length: int, start: int = 0, arrival: int | None = None) -> None:
+    def push(self, key: Key, length: int, used: int = 0, arrival: int | None = None) -> None:
         """Add a document of `length` tokens.
 
-        A restored piece also has `start` and `arrival`, as in `Piece`.
+        A restored piece also has `used` and `arrival`, as in `Piece`.
         """
         raise NotImplementedError
 
@@ -195,13 +207,13 @@ class Packer:
 
     def state(self) -> tuple[dict[str, int], dict[Key, Piece]]:
         """The packer's present state: (its counts, a copy of its pending pieces)."""
-        counts = {name: getattr(self, name) for name in COUNTS}
+        counts = {name: getattr(self, attribute) for name, attribute in COUNTS.items()}
         return {**counts, "pending": self.pending}, self.waiting()
 
     def restore(self, counts: Mapping[str, Any], waiting: dict[Key, Piece]) -> None:
         """Give an empty packer the state that `state` returned."""
-        for name in COUNTS:
-            setattr(self, name, counts[name])
+        for name, attribute in COUNTS.items():
+            setattr(self, attribute, counts[name])
         for key, piece in waiting.items():
             self.push(key, *piece)
 
@@ -226,7 +238,8 @@ class BestFit(Packer):
 
     def __init__(self, T: int, *, split: bool = False, overlap: int = 0):
         super().__init__(T)
-        self.split, self.overlap = split, overlap
+        self.split = split
+        self.overlap = overlap
         self.max_tokens = None if split else self.capacity
         # whether a row may end with a filler that is slightly too long
         self.crops_fillers = not split
@@ -234,9 +247,10 @@ class BestFit(Packer):
         self.fillers: dict[Key, Piece] = {}  # whole documents shorter than a row, oldest first
         self.timed: dict[Key, Piece] = {}  # documents that fill a row, and tails, oldest first
         self.by_length: dict[int, list[Key]] = {}  # the fillers of each length, oldest first
-        self.bits = self.mirror = 0  # the lengths of the fillers, see above
-        self.counted = 0  # pending tokens, counting at most one row per piece
-        self.context = 0  # BOS and repeated tokens of the pending tails
+        self.bits = 0  # the lengths of the fillers, see above
+        self.mirror = 0
+        self.capped_tokens = 0  # pending, counting at most one row per piece
+        self.lead_in_tokens = 0  # of the pending tails
 
     def __contains__(self, key: Hashable) -> bool:
         return key in self.fillers or key in self.timed
@@ -246,30 +260,30 @@ class BestFit(Packer):
 
     @property
     def pending(self) -> int:
-        return self.tokens - self.context
+        return self.tokens - self.lead_in_tokens
 
     def wants(self, target: int) -> bool:
         """True until `target` fillers are pending, or the pending tokens reach a limit."""
         limit = target * self.capacity if self.split else token_limit(target, self.capacity)
-        full = len(self.fillers) >= target or self.counted >= limit
+        full = len(self.fillers) >= target or self.capped_tokens >= limit
         return not self.ready or not full
 
-    def push(self, key: Key, length: int, start: int = 0, arrival: int | None = None) -> None:
-        """Add a document, or its tail from token `start`.
+    def push(self, key: Key, length: int, used: int = 0, arrival: int | None = None) -> None:
+        """Add a document, or the tail that begins with its token `used`, lead-in included.
 
         `arrival` is its time on the token clock (default: behind everything that has arrived).
         """
         if arrival is None:
-            arrival = self.left + self.counted
-        piece = Piece(length, start, arrival)
+            arrival = self.departed + self.capped_tokens
+        piece = Piece(length, used, arrival)
         self.tokens += length
-        self.counted += min(length, self.capacity)
+        self.capped_tokens += min(length, self.capacity)
 
         # long documents and tails wait for their turn on the clock
-        is_tail = start > 0
+        is_tail = used > 0
         if is_tail or length >= self.capacity:
             self.timed[key] = piece
-            self.context += self._context(start)
+            self.lead_in_tokens += self._lead_in(used)
             return
 
         # fillers are found by their length
@@ -280,20 +294,21 @@ class BestFit(Packer):
             self.mirror |= 1 << self.capacity - length
         self.by_length[length].append(key)
 
-    def _context(self, start: int) -> int:
-        """Number of BOS and repeated tokens in front of a tail; 0 for a whole document."""
-        if start == 0:
+    def _lead_in(self, used: int) -> int:
+        """The tokens in front of a tail, which are not new: a BOS, and context from earlier rows. 0
+        for a whole document."""
+        if used == 0:
             return 0
-        return 1 + min(self.overlap, start - 1)
+        return 1 + min(self.overlap, used - 1)
 
     def whole_length(self, piece: Piece) -> int:
-        return piece.start + piece.length - self._context(piece.start)
+        return piece.used + piece.length - self._lead_in(piece.used)
 
     def _pop(self, key: Key) -> Piece:
         """Remove a piece, and advance the token clock."""
         if key in self.timed:
             piece = self.timed.pop(key)
-            self.context -= self._context(piece.start)
+            self.lead_in_tokens -= self._lead_in(piece.used)
         else:
             piece = self.fillers.pop(key)
             same = self.by_length[piece.length]
@@ -302,10 +317,10 @@ class BestFit(Packer):
                 del self.by_length[piece.length]
                 self.bits ^= 1 << piece.length
                 self.mirror ^= 1 << self.capacity - piece.length
-        counted = min(piece.length, self.capacity)
+        capped = min(piece.length, self.capacity)
         self.tokens -= piece.length
-        self.counted -= counted
-        self.left += counted
+        self.capped_tokens -= capped
+        self.departed += capped
         return piece
 
     def _place(self, key: Key, room: int, placements: list[Placement]) -> int:
@@ -313,29 +328,29 @@ class BestFit(Packer):
 
         Tokens that do not fit are dropped or come back.
         """
-        length, start, _ = self._pop(key)
-        placed = min(length, room)
-        context = self._context(start)
-        if start == 0:
+        piece = self._pop(key)
+        placed = min(piece.length, room)
+        if piece.used == 0:
             placements.append(Placement(key, 0, placed, 0))
             used = placed
         else:
             # A tail is a BOS, then context (targets off), then new tokens. Its placement starts at
             # the first token of the context. If there is little room, the row may end within the
             # context.
-            repeated = min(context, placed) - 1
-            placements.append(Placement(key, start - context + 1, placed, repeated))
+            context = self._lead_in(piece.used) - 1
+            repeated = min(context, placed - 1)
+            placements.append(Placement(key, piece.used - context, placed, repeated))
             self.inserted += 1
             self.repeated += repeated
-            used = start + placed - 1 - repeated
+            used = piece.used + placed - 1 - repeated
 
-        # `used` of the document's `whole` tokens are now in rows. The others are dropped, or arrive
-        # again with new context.
-        if placed < length and self.split:
-            whole = start + length - context
-            self.push(key, self._context(used) + whole - used, used)
-        elif placed < length:
-            self.cropped += length - placed
+        # `used` of the document's tokens are now in rows. The others are dropped, or arrive again
+        # with a new lead-in.
+        if placed < piece.length and self.split:
+            remaining = self.whole_length(piece) - used
+            self.push(key, self._lead_in(used) + remaining, used)
+        elif placed < piece.length:
+            self.cropped += piece.length - placed
         return room - placed
 
     def lead(self, keys: Sequence[Key]) -> None:
@@ -348,7 +363,7 @@ class BestFit(Packer):
         oldest filler. Then come the pieces that fill it best.
         """
         placements: list[Placement] = []
-        self.row += 1
+        self.num_rows += 1
         room = self.capacity
 
         # the first piece
@@ -373,7 +388,7 @@ class BestFit(Packer):
         oldest = next(iter(self.timed), None)
         if oldest is None:
             return next(iter(self.fillers))
-        is_due = self.timed[oldest].arrival <= self.left
+        is_due = self.timed[oldest].arrival <= self.departed
         if is_due or not self.fillers:
             return oldest
         return next(iter(self.fillers))
@@ -447,7 +462,7 @@ class Binned(BestFit):
         """True until `target` entries are pending."""
         return len(self.fillers) < max(1, target if self.pack else 1)
 
-    def push(self, key: Key, length: int, start: int = 0, arrival: int | None = None) -> None:
+    def push(self, key: Key, length: int, used: int = 0, arrival: int | None = None) -> None:
         """ValueError for an entry that is longer than a row."""
         T = self.capacity - 2
         if length > T + 1:
@@ -455,12 +470,12 @@ class Binned(BestFit):
                 f"a stored document has {length:,} tokens, but a row of the binned layout holds only "
                 f"{T + 1:,}; make the shards with --max-length {T}, or use --packing bestfit"
             )
-        super().push(key, length, start, arrival)
+        super().push(key, length, used, arrival)
 
     def next_row(self) -> list[Placement]:
         """A row of entries, which may be shorter than T + 1 tokens; the rest is padding."""
         placements: list[Placement] = []
-        self.row += 1
+        self.num_rows += 1
         room = self._place(next(iter(self.fillers)), self.capacity - 1, placements)
         while self.pack and room:
             length = self._best(room)
@@ -490,28 +505,28 @@ class Concat(Packer):
 
     @property
     def pending(self) -> int:
-        return self.tokens - (1 if self.row else 0)
+        return self.tokens - (1 if self.num_rows else 0)
 
-    def push(self, key: Key, length: int, start: int = 0, arrival: int | None = None) -> None:
-        self.documents[key] = Piece(length, start, 0)
-        self.tokens += length - start
+    def push(self, key: Key, length: int, used: int = 0, arrival: int | None = None) -> None:
+        self.documents[key] = Piece(length, used, 0)
+        self.tokens += length - used
 
     def next_row(self) -> list[Placement]:
         """A full row: documents in the order of their arrival, the last one cut at the row's end."""
         placements: list[Placement] = []
         room = self.capacity
         while room:
-            key, (length, start, _) = next(iter(self.documents.items()))
-            placed = min(length - start, room)
-            placements.append(Placement(key, start, placed, 0))
+            key, (length, used, _) = next(iter(self.documents.items()))
+            placed = min(length - used, room)
+            placements.append(Placement(key, used, placed, 0))
             room -= placed
             if room:
                 del self.documents[key]
             else:  # the row's last token is also the first one of the next row
-                self.documents[key] = Piece(length, start + placed - 1, 0)
+                self.documents[key] = Piece(length, used + placed - 1, 0)
         self.tokens -= self.capacity - 1
-        self.repeated += 1 if self.row else 0
-        self.row += 1
+        self.repeated += 1 if self.num_rows else 0
+        self.num_rows += 1
         return placements
 
 

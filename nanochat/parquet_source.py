@@ -7,7 +7,8 @@ unit would decode a group of 1,024 documents sixteen times. So a group is decode
 units that the lane will read soon are kept compressed. A *small* bucket (at most 32 Mi tokens,
 about 128 MB of text) is read in random order: each group is decoded once in the whole run, and its
 documents stay in memory, each compressed individually. (Compressing several together saved no
-memory, and took 20 % longer per document.) A *large* group, such as one of books, is decoded into a
+memory, and took 20 % longer per document.) Files that joined a bucket in a fork are small or not by
+themselves. A *large* group, such as one of books, is decoded into a
 file that all lanes read (nanochat/spill.py).
 """
 
@@ -38,8 +39,8 @@ from nanochat.text import (
 from nanochat.text_kinds import is_empty_text
 from nanochat.tokenizer import CannotEncode, Tokenizer
 
-# footers in memory. A footer was parsed for each group that was read: with 10,000 groups of a single
-# document in a file, a launch resumed after 25 s of processor time
+# Footers in memory. If each read of a group parses one, a resume takes 25 s of processor time with
+# 10,000 groups of a single document in a file.
 FOOTERS = 8
 GROUPS_AHEAD = 3  # the group that a lane reads now, and those after it
 
@@ -48,7 +49,9 @@ class KeptUnits:
     """Units that lanes will read soon, compressed. A unit is taken once."""
 
     def __init__(self) -> None:
-        self.units: dict[tuple[int, int, int], bytes] = {}  # by (group, first row, number of rows)
+        self.units: dict[
+            tuple[int, int, int], bytes
+        ] = {}  # by (group, first number, number of documents)
 
     def __len__(self) -> int:
         return len(self.units)
@@ -76,8 +79,9 @@ class ParquetSource(Source):
         super().__init__(manifest, tokenizer)
         self.field = manifest.get("text_field", TEXT_FIELD)
         self._kept = KeptUnits()
-        self._groups = functools.cache(self._pack_group)  # of a small bucket
-        self._locks = [threading.Lock() for _ in self.groups] if self.small else []
+        self._groups = functools.cache(self._pack_group)  # of small parts of the bucket
+        small = filter(self.is_small, range(len(self.groups)))
+        self._locks = {group: threading.Lock() for group in small}
         self._spills = Spills()
         self._text_bytes = functools.cache(self._read_text_bytes)
         self._footer = functools.lru_cache(FOOTERS)(self._read_footer)
@@ -86,7 +90,7 @@ class ParquetSource(Source):
 
     @staticmethod
     def scan_file(path: AnyPath, name: str, text_field: str) -> Pin:
-        """See `Source.scan_file`. "nulls": their number, if there are any; None if the footer does
+        """The pin has "nulls": their number, if there are any; None if the footer does
         not say it."""
         footer = read_footer(path, text_field)
         documents = sum(footer.counts)
@@ -110,72 +114,70 @@ class ParquetSource(Source):
 
     @staticmethod
     def check_scanned(files: Sequence[AnyPath], text_field: str) -> None:
-        """See `Source.check_scanned`: an error if all documents are empty."""
+        """ValueError if all documents are empty."""
         if all(is_blank(file, text_field) for file in files):
             raise ValueError(
                 f"{files[0]}: this data ({counted(len(files), 'file')}) contains only empty documents; "
                 f"choose other data with --data-path and --val-path, or another --text-field"
             )
 
-    def read(self, group: int, rows: np.ndarray, keep: int = 0) -> list[Document]:
-        """See `Source.read`. The next rows up to `keep` are also decoded, and kept compressed."""
-        if self.small:
+    def read(self, group: int, numbers: np.ndarray, keep: int = 0) -> list[Document]:
+        """The next documents up to `keep` are also decoded, and kept compressed."""
+        if self.is_small(group):
             with self._locks[group]:  # other threads wait here until this group is decoded
                 packed = self._groups(group)
             texts = [
                 pa.decompress(data, size, codec="lz4_raw", asbytes=True).decode()
-                for size, data in (packed[row] for row in rows.tolist())
+                for size, data in (packed[number] for number in numbers.tolist())
             ]
         elif self._is_large(group):
-            texts = self._read_large(group, rows, keep)
+            texts = self._read_large(group, numbers, keep)
         else:
-            first = int(rows.min())
-            column = self._kept.take(group, first, len(rows)) if keep else None
+            first = int(numbers.min())
+            column = self._kept.take(group, first, len(numbers)) if keep else None
             if column is None:
-                column = self._decode(group, first, int(rows.max()) + 1, keep)
-            texts = column.take(pa.array(rows - first)).to_pylist()
+                column = self._decode(group, first, int(numbers.max()) + 1, keep)
+            texts = column.take(pa.array(numbers - first)).to_pylist()
         try:
             ids, edges = self.tokenizer.encode_flat(texts, num_threads=1)
         except CannotEncode as e:
-            name, number = self.locate(group)
+            name, row_group = self.locate(group)
             raise ValueError(
-                f"{name}: row group {number}, row {rows[e.number]}: {e.reason}"
+                f"{name}: row group {row_group}, row {numbers[e.number]}: {e.reason}"
             ) from None
         # a copy of each: a view would keep the ids of all in memory
         return [Document(ids[begin:end].copy()) for begin, end in pairwise(edges.tolist())]
 
     def expect(self, groups: Sequence[int]) -> None:
-        """See `Source.expect`."""
         for distance, group in enumerate(groups):
-            file, number = self.file_of(group)
+            file, row_group = self.file_of(group)
             path = self.paths[file]
             if isinstance(path, Remote):
-                path.read_soon(number, self.field, distance)
+                path.read_soon(row_group, self.field, distance)
 
     def texts(self, group: int) -> Iterator[str]:
         num_documents = int(self.groups[group])
         if self._is_large(group):
             for first in range(0, num_documents, 64):
-                rows = np.arange(first, min(first + 64, num_documents))
-                yield from self._read_large(group, rows, num_documents)
+                numbers = np.arange(first, min(first + 64, num_documents))
+                yield from self._read_large(group, numbers, num_documents)
         else:
             yield from self._decode(group, 0, num_documents, 0).to_pylist()
 
-    def origin_of(self, group: int, row: int) -> Place | None:
-        """See `Source.origin_of`."""
+    def origin_of(self, group: int, number: int) -> Place | None:
         origins = self._origins(group)
         if origins is None:
             return None
-        return Place(origins[FILE][row].as_py(), origins[LINE][row].as_py())
+        return Place(origins[FILE][number].as_py(), origins[LINE][number].as_py())
 
     def _read_origins(self, group: int) -> pa.Table | None:
         """The columns of a group that say where its documents are in the user's own files. None if
         it was not prepared."""
-        file, number = self.file_of(group)
+        file, row_group = self.file_of(group)
         with open_parquet(self.paths[file], self.field) as f:
             if not {FILE, LINE} <= set(f.schema_arrow.names):
                 return None
-            return f.read_row_group(number, columns=[FILE, LINE])
+            return f.read_row_group(row_group, columns=[FILE, LINE])
 
     def _pack_group(self, group: int) -> list[tuple[int, bytes]]:
         """(size in bytes, compressed text) of every document of a group."""
@@ -202,35 +204,37 @@ class ParquetSource(Source):
     def _is_large(self, group: int) -> bool:
         """Whether a group is decoded into a file. A group that is missing is not: reading it names
         the problem."""
-        file, number = self.file_of(group)
+        file, row_group = self.file_of(group)
         sizes = self._text_bytes(file)
-        return number < len(sizes) and sizes[number] > LARGE_BYTES
+        return row_group < len(sizes) and sizes[row_group] > LARGE_BYTES
 
-    def _read_large(self, group: int, rows: np.ndarray, keep: int) -> list[str]:
-        """Documents `rows` of a large group. ValueError names the file."""
-        file, number = self.file_of(group)
-        path, expected = self.paths[file], int(self.groups[group])
+    def _read_large(self, group: int, numbers: np.ndarray, keep: int) -> list[str]:
+        """The texts of documents `numbers` of a large group. ValueError names the file."""
+        file, row_group = self.file_of(group)
+        path = self.paths[file]
+        expected = int(self.groups[group])
 
         def decode() -> Spill:
-            spill = decode_group(path, number, self.field, self._text_bytes(file)[number])
+            num_bytes = self._text_bytes(file)[row_group]
+            spill = decode_group(path, row_group, self.field, num_bytes)
             if spill.num_documents < expected:
                 raise self._shorter(group, spill.num_documents)
             return spill
 
-        return self._spills.read(group, rows, keep, decode)
+        return self._spills.read(group, numbers, keep, decode)
 
     def _shorter(self, group: int, num_documents: int) -> ValueError:
         """The error for a group with fewer documents than the run has pinned."""
-        file, number = self.file_of(group)
+        file, row_group = self.file_of(group)
         return ValueError(
-            f"{self.paths[file]}: row group {number} ends at row {num_documents:,}, so the file has "
+            f"{self.paths[file]}: row group {row_group} ends at row {num_documents:,}, so the file has "
             f"changed since the run began; restore it, or start a new run (--model-tag)"
         )
 
     def _decode(self, group: int, first: int, stop: int, keep: int) -> pa.ChunkedArray:
-        """Texts `first` to `stop` - 1 of a group. The following ones up to row `keep` are kept, in
+        """Texts `first` to `stop` - 1 of a group. The following ones up to number `keep` are kept, in
         units of the same size. ValueError names the file."""
-        file, number = self.file_of(group)
+        file, row_group = self.file_of(group)
         path = self.paths[file]
         size = stop - first
         at = 0
@@ -239,11 +243,12 @@ class ParquetSource(Source):
             # Read whole units at a time. All units of a group have the same size, except the last
             # one.
             for column in read_batches(
-                f, number, path, batch_size=size * -(-64 // size), field=self.field
+                f, row_group, path, batch_size=size * -(-64 // size), field=self.field
             ):
                 texts.append(column.slice(max(first - at, 0), max(stop - max(first, at), 0)))
-                for row in range(max(at, stop), min(at + len(column), keep), size):
-                    self._kept.put(group, row, column.slice(row - at, min(size, keep - row)))
+                for begin in range(max(at, stop), min(at + len(column), keep), size):
+                    unit = column.slice(begin - at, min(size, keep - begin))
+                    self._kept.put(group, begin, unit)
                 at += len(column)
                 if at >= max(stop, keep):
                     break

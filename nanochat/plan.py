@@ -96,7 +96,7 @@ class BucketPlan:
             return 0.0
         T = (account["emitted"] + account["padded"]) // num_rows - 1
         # of the tokens that came with documents, a part is BOS, or the overlap of stored windows
-        came = self._left - self._put_into_rows
+        came = self._departed - self._put_into_rows
         added = account["bos"] + account["repeated"] - self._put_into_rows
         new = came * (1 - added / max(1, account["read"] + added))
         return new / num_rows * self.trained / T / max(1, self.tokens)
@@ -107,14 +107,13 @@ class BucketPlan:
         return token_share(self.account, "cropped")
 
     @property
-    def silent(self) -> float:
+    def without_loss(self) -> float:
         """If documents are cropped: the share of the tokens in rows that are repeated, so that they
         have no loss. All of a document's repeated tokens are at its beginning, which is not cropped;
         the account also counts those of pending documents."""
         account = self.account
         came = account["read"] + account["bos"] + account["repeated"]
-        left = account["emitted"] + account["cropped"]
-        return min(1.0, account["repeated"] * left / max(1, came * account["emitted"]))
+        return min(1.0, account["repeated"] * self._departed / max(1, came * account["emitted"]))
 
     @property
     def repeated(self) -> float:
@@ -124,12 +123,12 @@ class BucketPlan:
         """
         account = self.account
         if self._put_into_rows:
-            return account["repeated"] / max(1, self._left)
+            return account["repeated"] / max(1, self._departed)
         # stored windows bring their overlap with them, so a part of it is still pending
         return account["repeated"] / max(1, account["read"] + account["bos"] + account["repeated"])
 
     @property
-    def _left(self) -> int:
+    def _departed(self) -> int:
         """Tokens that left the buffers."""
         return self.account["emitted"] + self.account["cropped"]
 
@@ -280,7 +279,7 @@ class Sample:
         self.repeated = np.concatenate(repeated)
         self.weights = np.concatenate(weights)
 
-    def draw(self, group: int, rows: np.ndarray) -> list[int]:
+    def draw(self, group: int, numbers: np.ndarray) -> list[int]:
         """A length for each of some documents of a group, the same at each call."""
         lengths = self.of_group.get(group)
         num_known = 0
@@ -289,8 +288,8 @@ class Sample:
         else:
             num_known = len(lengths)
         # any document of the sample stands for one that is not in it
-        drawn = (rows * 7919 + group * 104729) % len(lengths)
-        return lengths[np.where(rows < num_known, rows, drawn)].tolist()
+        drawn = (numbers * 7919 + group * 104729) % len(lengths)
+        return lengths[np.where(numbers < num_known, numbers, drawn)].tolist()
 
     def total(self, values: np.ndarray) -> float:
         """The sum of a value over all documents of the source, from (n,) values; an estimate unless
@@ -357,15 +356,15 @@ class Lengths:
         self.sample = None if source.lengths_known else Sample(source)
         self.is_estimate = self.sample is not None and not self.sample.is_whole
         self.windows = False  # whether some documents repeat tokens of others
-        self.documents, self.tokens, self.rows = self._totals(config)
+        self.documents, self.tokens, self.num_rows = self._totals(config)
 
-    def read(self, group: int, rows: np.ndarray, keep: int = 0) -> list[Document]:
+    def read(self, group: int, numbers: np.ndarray, keep: int = 0) -> list[Document]:
         """Like `Source.read`, with ranges in place of ids."""
         if self.sample is None:
-            lengths, contexts = self.source.lengths(group, rows)
+            lengths, contexts = self.source.lengths(group, numbers)
         else:
-            lengths = self.sample.draw(group, rows)
-            contexts = [0] * len(rows)
+            lengths = self.sample.draw(group, numbers)
+            contexts = [0] * len(numbers)
         documents = []
         for length, context in zip(lengths, contexts):
             documents.append(Document(range(length), context))  # type: ignore[arg-type]
@@ -381,20 +380,21 @@ class Lengths:
             used = np.minimum(lengths, config.T + 1) if crops(config) else lengths
             return used / (config.T + 1)
 
+        num_bos = 1 if config.framed else 0
         if (sample := self.sample) is not None:
-            tokens = sample.total(sample.lengths - config.framed)
+            tokens = sample.total(sample.lengths - num_bos)
             return self.entries, round(tokens), sample.total(rows_of(sample.lengths))
 
         documents = 0
         tokens = 0
-        rows = 0.0
+        num_rows = 0.0
         for group, n in enumerate(self.groups.tolist()):
             lengths, repeated = self.source.lengths(group, np.arange(n))
             documents += repeated.count(0)
             self.windows |= any(repeated)
-            tokens += sum(lengths) - sum(repeated) - config.framed * n
-            rows += float(rows_of(np.array(lengths)).sum())
-        return documents, tokens, rows
+            tokens += sum(lengths) - sum(repeated) - num_bos * n
+            num_rows += float(rows_of(np.array(lengths)).sum())
+        return documents, tokens, num_rows
 
 
 class Rehearsal(Feed):
@@ -408,7 +408,7 @@ class Rehearsal(Feed):
     def next_row(self, index: int) -> Any:
         """Not None, unless the bucket is dry."""
         if self.source.plenty:
-            self.packer.row += 1
+            self.packer.num_rows += 1
             return True
         self.documents.clear()
         return self.pack()
@@ -454,7 +454,7 @@ def make_plan(
     buckets = [*lengths]
 
     # what the mix requests; the run takes rows `first` to `stop` - 1 of each lane
-    first = stream.rows[0] - (start_step - first_step) * n
+    first = stream.num_rows[0] - (start_step - first_step) * n
     stop = first + (num_steps - first_step) * n
     phases = _phases(config, buckets, first, stop, n)
     for phase in phases:
@@ -567,7 +567,7 @@ def has_plenty(
     max_epochs = config.epochs(bucket)
     if max_epochs == 0:
         return True
-    available = (max_epochs - passes) * lengths.rows * config.T
+    available = (max_epochs - passes) * lengths.num_rows * config.T
     shares_are_similar = lengths.entries >= SHARE_DOCUMENTS * config.V
     return shares_are_similar and available >= FAR * needed
 
@@ -593,13 +593,13 @@ def _rehearse_steps(
     for step in tqdm(steps, desc="rehearse", unit="step", delay=2):
         check_stop()
         before = dict(stream.dropped)
-        due = stream.rows[0] + n
+        due = stream.num_rows[0] + n
         stream.next_rows(n)
         halt = ""
         for lane in stream.lanes:
             # the buckets that the lane has dropped, and the one that it may not drop
             ran_dry = set(stream.dropped[lane] - before[lane])
-            if stream.rows[lane] < due:
+            if stream.num_rows[lane] < due:
                 last = stream.dry_bucket(lane)
                 why = "all buckets of its phase are dry"
                 if last is not None:
@@ -608,8 +608,9 @@ def _rehearse_steps(
                 halt = halt or f"lane {lane} has no row for step {step}: {why}"
             for bucket in ran_dry - dry_step.keys():
                 dry_step[bucket] = step
-                rows = sum(feed.packer.row for feed in stream.feeds[bucket].values())
-                usable[bucket] = (rows - rows_before.get(bucket, 0)) * stream.config.T
+                feeds = stream.feeds[bucket].values()
+                num_rows = sum(feed.packer.num_rows for feed in feeds)
+                usable[bucket] = (num_rows - rows_before.get(bucket, 0)) * stream.config.T
         if halt:
             return Rehearsed(step, halt, state, usable, dry_step)
         state = stream.state()
@@ -654,10 +655,10 @@ def _sample(
     bucket: str,
     lengths: Lengths,
     lanes: Sequence[int],
-    rows: int,
+    num_rows: int,
     begin: Sequence[Cursor],
 ) -> dict[str, int]:
-    """A bucket's account of the first `rows` rows of each of these lanes, after the cursors `begin`
+    """A bucket's account of the first `num_rows` rows of each of these lanes, after the cursors `begin`
     of a fork."""
     begun = {cursor["lane"]: cursor for cursor in begin if bucket in cursor["buckets"]}
     cursors = []
@@ -672,7 +673,7 @@ def _sample(
         )
         if lane in begun:
             feed.restore(begun[lane]["buckets"][bucket])
-        for _ in range(rows):
+        for _ in range(num_rows):
             if feed.pack() is None:
                 break
         cursors.append({"buckets": {bucket: feed.state().to_json()}})

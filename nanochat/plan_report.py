@@ -22,8 +22,8 @@ log = logging.getLogger(__name__)
 MUCH_CROPPED = 0.1  # a larger share of cropped tokens causes a warning
 MOST_CROPPED = 0.9  # a larger share is refused, unless --plan says otherwise
 LITTLE_USABLE = 0.5  # a smaller share of what a dry bucket has is usable: its lanes are too many
-MUCH_SILENT = 0.3  # the same for the share of tokens in rows that are repeated
-MOST_SILENT = 0.9
+MUCH_WITHOUT_LOSS = 0.3  # the same for the share of tokens in rows that are repeated
+MOST_WITHOUT_LOSS = 0.9
 DRY_WAYS = (
     "shorten the run, give the bucket less weight, allow more passes (max_epochs in the curriculum), or "
     "continue without it once it is dry (--allow-bucket-exhaustion)"
@@ -61,12 +61,12 @@ def print_passes(start: Starting, data: RunData) -> None:
     again = sample.repeated
     # what a pass over the data puts into rows
     emitted = sample.total(lengths)
-    cropped = silent = 0.0
+    cropped = without_loss = 0.0
     if settings.packing == "bestfit" and settings.long_docs == "crop":
         emitted = sample.total(np.minimum(lengths, T + 1))
         cropped = 1 - emitted / sample.total(lengths)
         again = np.minimum(again, T + 1)
-        silent = sample.total(again) / emitted
+        without_loss = sample.total(again) / emitted
     elif settings.packing == "bestfit":
         # each continuation is BOS, overlap and up to T - overlap new tokens
         beyond = np.maximum(lengths - T - 1, 0)
@@ -74,7 +74,7 @@ def print_passes(start: Starting, data: RunData) -> None:
         emitted += sample.total(added)
         again = again + added
     repeated = sample.total(again) / emitted
-    why = refuse_waste("its data", cropped, silent, about)
+    why = refuse_waste("its data", cropped, without_loss, about)
     if why and settings.plan == "error" and _is_new(start):
         raise ValueError(why)
     tokens = round(sample.total(lengths - 1 - sample.repeated))  # without BOS
@@ -94,7 +94,7 @@ def print_passes(start: Starting, data: RunData) -> None:
         tokens=tokens,
         passes=passes,
         cropped=cropped,
-        silent=silent,
+        without_loss=without_loss,
         repeated=repeated,
         about=about,
     ):
@@ -179,7 +179,7 @@ def refusal(plan: Plan, start: Starting) -> str:
         return ""
     about = "about " if plan.estimate else ""
     for name, bucket in plan.buckets.items():
-        why = refuse_waste(_data_of(plan, name), bucket.cropped, bucket.silent, about)
+        why = refuse_waste(_data_of(plan, name), bucket.cropped, bucket.without_loss, about)
         if why:
             return why
     return ""
@@ -190,12 +190,12 @@ def _is_new(start: Starting) -> bool:
     return not start.config and start.settings.fork is None
 
 
-def refuse_waste(data: str, cropped: float, silent: float, about: str = "about ") -> str:
+def refuse_waste(data: str, cropped: float, without_loss: float, about: str = "about ") -> str:
     """A sentence that says why a run should not start, because it would train on little more than
     the beginnings of its documents (say on the title pages of books), or on rows almost without a
     loss. Empty if it should."""
-    if silent > MOST_SILENT:
-        return f"{_silence(data, silent, about)}, or train on them with --plan=warn"
+    if without_loss > MOST_WITHOUT_LOSS:
+        return f"{_without_loss_sentence(data, without_loss, about)}, or train on them with --plan=warn"
     if cropped > MOST_CROPPED:
         return (
             f"--long-docs=crop: {about}{cropped:.0%} of the tokens of {data} would be cropped, because each document "
@@ -204,10 +204,10 @@ def refuse_waste(data: str, cropped: float, silent: float, about: str = "about "
     return ""
 
 
-def _silence(data: str, silent: float, about: str) -> str:
+def _without_loss_sentence(data: str, without_loss: float, about: str) -> str:
     """Says that many tokens in rows have no loss, and what to do."""
     return (
-        f"{about}{silent:.0%} of the tokens that rows take from {data} repeat the window before, and have no "
+        f"{about}{without_loss:.0%} of the tokens that rows take from {data} repeat the window before, and have no "
         f"loss; use --long-docs=split, whole documents (scripts.tok_shards without --max-length), a smaller overlap, "
         f"or a longer --max-seq-len"
     )
@@ -230,7 +230,7 @@ def warnings(plan: Plan, lanes: str = "") -> list[str]:
             about="about " if plan.estimate else "",
             passes=0.0 if bucket.max_epochs else bucket.passes,
             cropped=bucket.cropped if plan.crops else 0.0,
-            silent=bucket.silent if plan.crops else 0.0,
+            without_loss=bucket.without_loss if plan.crops else 0.0,
             repeated=bucket.repeated,
         )
         if bucket.dry_step is None or bucket.usable is None:
@@ -261,14 +261,14 @@ def reading_notes(
     tokens: int,
     passes: float,
     cropped: float,
-    silent: float,
+    without_loss: float,
     repeated: float,
     about: str = "about ",
 ) -> list[str]:
     """Warnings for a run that trains on `trained` tokens of `data`, which has `tokens`.
 
     One sentence if many tokens are cropped, one if many of those left have no loss, and one if the
-    run reads the data clearly more than once. `cropped`, `silent`: 0 unless long documents are
+    run reads the data clearly more than once. `cropped`, `without_loss`: 0 unless long documents are
     cropped. `repeated`: the share of overlap among the trained tokens.
     """
     notes = []
@@ -277,8 +277,8 @@ def reading_notes(
             f"{about}{cropped:.0%} of the tokens of {data} are cropped, because their documents are longer "
             f"than a row; --long-docs=split crops none, a longer --max-seq-len crops fewer"
         )
-    if silent > MUCH_SILENT:
-        notes.append(_silence(data, silent, about))
+    if without_loss > MUCH_WITHOUT_LOSS:
+        notes.append(_without_loss_sentence(data, without_loss, about))
     if passes > 1.05:  # last, and so just above the verdict
         twice = ""
         if repeated > 0.005:

@@ -35,7 +35,8 @@ class Packed:
     CHUNK = 4096  # ids
 
     def __init__(self, ids: np.ndarray):
-        self.dtype, self.length = ids.dtype, len(ids)
+        self.dtype = ids.dtype
+        self.length = len(ids)
         self.chunks: list[bytes] = []
         for at in range(0, len(ids), self.CHUNK):
             self.chunks.append(zlib.compress(ids[at : at + self.CHUNK].tobytes(), 1))
@@ -128,11 +129,15 @@ def assemble(
         pieces.append(document.ids[start : start + num_ids])
 
         # Tokens that an earlier row or an earlier stored entry also holds are off. The BOS in front
-        # of them stays a target.
+        # of them stays a target; a stored entry has none, nor has a row of `concat` that begins
+        # inside a document.
         if is_tail or document.context:
-            begins_with_bos = framed and (is_tail or start == 0)
-            first_off = at + 1 if begins_with_bos else at
-            context_end = document.context + framed  # in the document, which begins with BOS
+            first_off = at
+            context_end = document.context  # in the document
+            if framed:
+                context_end += 1  # BOS
+                if is_tail or start == 0:
+                    first_off += 1
             in_context = min(context_end - start, num_ids)
             end_off = ids_at + max(repeated, in_context)
             if first_off < end_off:

@@ -20,7 +20,7 @@ from nanochat.pins import Manifests, leave_out
 from nanochat.schedule import Horizon
 from nanochat.sources import Source
 from nanochat.splits import pin_files
-from nanochat.stream import Cursor, OpensStream
+from nanochat.stream import Cursor, OtherStreamConfig
 from nanochat.text import Selection
 
 
@@ -33,7 +33,7 @@ class RunOrder(Protocol):
     feeds_lanes: ClassVar[bool]
     has_plan: ClassVar[bool]  # whether a plan can say how much of each bucket the run reads
 
-    def stream_config(self, settings: Settings) -> StreamConfig | OpensStream:
+    def stream_config(self, settings: Settings) -> StreamConfig | OtherStreamConfig:
         """What decides the rows of a run, from its resolved settings."""
 
     def settle(
@@ -62,7 +62,7 @@ def order_of(settings: Settings) -> RunOrder:
     return open_door(ORDERS[settings.order])()
 
 
-def stream_config(settings: Settings) -> StreamConfig | OpensStream:
+def stream_config(settings: Settings) -> StreamConfig | OtherStreamConfig:
     """The part of a run's resolved settings that decides its rows, such as a `StreamConfig`."""
     return order_of(settings).stream_config(settings)
 

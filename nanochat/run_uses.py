@@ -198,7 +198,8 @@ def uses_of(
 def fate(opened: Opened, one_pass: Pass, *, searched_from: int = 0) -> str:
     """What became of a document's tokens that are in no row; empty if every token is in a row.
     `searched_from`: the first step whose rows are known."""
-    run, expected = opened.run, one_pass.expected
+    run = opened.run
+    expected = one_pass.expected
     since = ""
     untrained = "never trained on"
     if searched_from > 0:
@@ -243,9 +244,9 @@ def content_of(opened: Opened, source: Source, document: DocumentPlace) -> Conte
     """What a document holds; nothing for one that is only counted."""
     if document.group < 0:
         return Content(np.zeros(0, np.int64), "", None)
-    [content] = source.read(document.group, np.array([document.row]))
+    [content] = source.read(document.group, np.array([document.number]))
     ids = content.ids[:]
-    origin = source.origin_of(document.group, document.row)
+    origin = source.origin_of(document.group, document.number)
     return Content(ids, first_words(opened, ids), origin)
 
 

@@ -158,18 +158,18 @@ def search(
         return
     bar = tqdm(groups, desc="searching", unit="group", disable=None)
     for split, bucket, source, group, file, first in bar:
-        for row, texts in _batches(source.texts(group)):
+        for first_of_batch, texts in _batches(source.texts(group)):
             for shared in index.find(texts):
-                in_group = row + shared.text
-                number = first + in_group
-                place = DocumentPlace(bucket, f"{file}:{number}", number, group, in_group)
+                number = first_of_batch + shared.text
+                in_file = first + number
+                place = DocumentPlace(bucket, f"{file}:{in_file}", in_file, group, number)
                 yield Hit(split, place, shared, is_masked(source, place))
 
 
 def is_masked(source: Source, document: DocumentPlace) -> bool:
     """Whether --without-documents lists a document, so that the model learns nothing from it."""
     listed = source.without.get(document.group)
-    return listed is not None and bool(listed[document.row])
+    return listed is not None and bool(listed[document.number])
 
 
 def _batches(texts: Iterator[str]) -> Iterator[tuple[int, list[str]]]:

@@ -1,7 +1,7 @@
 """Sources: the files of a bucket behind one small interface, which also pins and compares them.
 
     Source.groups, .means       number of documents in each group, in the order of files; their estimated mean length
-    Source.read(group, rows)    the documents of a group with the indices `rows`, each as [BOS] + token ids
+    Source.read(group, numbers) some documents of a group, by their numbers in it, each as [BOS] + token ids
 
 A group is a block of documents stored together: a parquet row group, or by default 1,024 entries of
 a token file. A kind of data file enters by the table `SOURCES`: by its suffix, it names a subclass
@@ -98,39 +98,53 @@ class Source:
 
     def __init__(self, manifest: Manifest, tokenizer: Tokenizer):
         files = manifest["files"]
-        self.manifest, self.tokenizer = manifest, tokenizer
+        self.manifest = manifest
+        self.tokenizer = tokenizer
         self.bos = tokenizer.get_bos_token_id()
         self.fingerprint = fingerprint(manifest)
         self.groups, self.means = counts_and_means(manifest)
         self.paths = [place_of(manifest, entry) for entry in files]
         self._first_group = np.cumsum([0, *(len(e["groups"]) for e in files)])
         self.joined = self._find_joined(manifest.get("joined", []))
-        self.small = self._is_small(0, self.joined[0].first_group if self.joined else None)
+        first_joined = self.joined[0].first_group if self.joined else None
+        self.small = self._are_small(0, first_joined)
         self.without = self._find_without(manifest.get("without", {}))
 
-    def _is_small(self, first_group: int, stop: int | None) -> bool:
+    def _are_small(self, first_group: int, stop: int | None) -> bool:
         """Whether the documents of these groups are shuffled one by one."""
-        documents, means = self.groups[first_group:stop], self.means[first_group:stop]
+        documents = self.groups[first_group:stop]
+        means = self.means[first_group:stop]
         return int(documents @ means) <= SMALL_TOKENS and int(documents.sum()) <= SMALL_DOCUMENTS
+
+    def is_small(self, group: int) -> bool:
+        """Whether the documents of a group are shuffled one by one: files that joined the bucket in a
+        fork may differ in this from the others."""
+        small = self.small
+        for part in self.joined:
+            if group >= part.first_group:
+                small = part.small
+        return small
 
     def _find_joined(self, parts: Sequence[JoinedFiles]) -> list[Joined]:
         """The files that joined the bucket in forks; see `nanochat.fork.join`."""
         firsts = [int(self._first_group[part["files"]]) for part in parts]
         joined = []
         for part, first, stop in zip(parts, firsts, [*firsts[1:], None]):
-            joined.append(Joined(first, self._is_small(first, stop), part["begins"]))
+            joined.append(Joined(first, self._are_small(first, stop), part["begins"]))
         return joined
 
-    def _find_without(self, rows_by_file: Mapping[str, list[int] | None]) -> dict[int, np.ndarray]:
+    def _find_without(
+        self, numbers_by_file: Mapping[str, list[int] | None]
+    ) -> dict[int, np.ndarray]:
         """{group: (documents,) bool}: the documents whose targets are masked
         (--without-documents)."""
         without = {}
         for first_group, entry in zip(self._first_group, self.manifest["files"]):
-            if entry["name"] not in rows_by_file:
+            if entry["name"] not in numbers_by_file:
                 continue
-            rows = rows_by_file[entry["name"]]
+            numbers = numbers_by_file[entry["name"]]
             listed = np.zeros(sum(entry["groups"]), bool)
-            listed[slice(None) if rows is None else rows] = True  # None: all of them
+            listed[slice(None) if numbers is None else numbers] = True  # None: all of them
             ends = np.cumsum(entry["groups"])[:-1]
             for group, mask in enumerate(np.split(listed, ends), first_group):
                 if mask.any():
@@ -154,15 +168,15 @@ class Source:
         """ValueError if nothing in the files of a bucket, which are all scanned, can be trained
         on."""
 
-    def read(self, group: int, rows: np.ndarray, keep: int = 0) -> list[Document]:
-        """Documents `rows` (n,) of a group, in that order. The rows after these, up to `keep`, will
-        be read soon."""
+    def read(self, group: int, numbers: np.ndarray, keep: int = 0) -> list[Document]:
+        """Some documents of a group, in the order of `numbers` (n,), which count from 0 in the group.
+        The documents after these, up to number `keep` (exclusive), will be read soon."""
         raise NotImplementedError
 
     def expect(self, groups: Sequence[int]) -> None:
         """Begin to fetch groups that a lane will read, the next one first. Called if `ahead` > 0."""
 
-    def lengths(self, group: int, rows: np.ndarray) -> tuple[list[int], list[int]]:
+    def lengths(self, group: int, numbers: np.ndarray) -> tuple[list[int], list[int]]:
         """What `read` returns, without the ids: (length of each document, ids of context at its
         start)."""
         raise NotImplementedError
@@ -187,7 +201,7 @@ class Source:
         file, number = self.file_of(group)
         return self.manifest["files"][file]["name"], number
 
-    def origin_of(self, group: int, row: int) -> Place | None:
+    def origin_of(self, group: int, number: int) -> Place | None:
         """Where a document of prepared text is in the user's own files. None for a file that was
         not prepared."""
         return None
@@ -341,7 +355,7 @@ def prepared(
             for entry in filter(is_prepared, manifest["files"]):
                 name = entry["name"]
                 files.append(TextFile(root / name, name, split, selection))
-    made = {(file.split, file.path): found for file, found in zip(files, prepare(files))}
+    results = {(file.split, file.path): result for file, result in zip(files, prepare(files))}
 
     ready: Manifests = {}
     for split, buckets in manifests.items():
@@ -349,10 +363,10 @@ def prepared(
         for bucket, manifest in buckets.items():
             entries = []
             for entry in manifest["files"]:
-                found = made.get((split, as_path(manifest["root"]) / entry["name"]))
-                entries.append(entry if found is None else {**entry, "parquet": str(found.path)})
+                result = results.get((split, as_path(manifest["root"]) / entry["name"]))
+                entries.append(entry if result is None else {**entry, "parquet": str(result.path)})
             ready[split][bucket] = {**manifest, "files": entries}
-    records = {file: made[file.split, file.path].record for file in files}
+    records = {file: results[file.split, file.path].record for file in files}
     empty = {file: record for file, record in records.items() if not record.documents}
     if empty and not is_new:
         file = next(iter(empty))
@@ -413,18 +427,18 @@ def check_files(
         moved[split] = {
             bucket: _find_again(manifest, folders[split]) for bucket, manifest in buckets.items()
         }
-    found = prepared(moved, strict=strict)
+    present = prepared(moved, strict=strict)
     for split, buckets in manifests.items():
         for bucket, manifest in buckets.items():
-            found[split][bucket]["files"] = _compare(manifest, found[split][bucket])
-    return found
+            present[split][bucket]["files"] = _compare(manifest, present[split][bucket])
+    return present
 
 
 def check(manifest: Manifest, folder: AnyPath | None = None, *, strict: bool = False) -> Manifest:
     """`check_files` for one bucket."""
     split = manifest.get("part", "train")
-    found = check_files({split: {BUCKET: manifest}}, folder, folder, strict=strict)
-    return found[split][BUCKET]
+    present = check_files({split: {BUCKET: manifest}}, folder, folder, strict=strict)
+    return present[split][BUCKET]
 
 
 def warn_of_arrivals(manifests: Manifests, data: DataPath, data_format: str, began: float) -> None:

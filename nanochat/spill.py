@@ -59,17 +59,19 @@ class Spill:
         [self.num_documents] = self._numbers(end - 8, 1).tolist()
         sizes = self._numbers(end - 8 - 8 * self.num_documents, self.num_documents)
         self._starts = np.concatenate([[0], np.cumsum(sizes)])
-        self.readers: set[int] = set()  # for each lane that will read on, the row at which it stops
+        self.readers: set[int] = (
+            set()
+        )  # for each lane that will read on, the number at which it stops
 
     def _numbers(self, start: int, count: int) -> np.ndarray:
         return np.frombuffer(os.pread(self._file.fileno(), 8 * count, start), "<i8")
 
-    def read(self, rows: np.ndarray) -> list[str]:
-        """The texts of documents `rows` (n,), in that order."""
+    def read(self, numbers: np.ndarray) -> list[str]:
+        """The texts of documents `numbers` (n,), in that order."""
         fd = self._file.fileno()
         texts = []
-        for row in rows.tolist():
-            start, end = self._starts[row : row + 2].tolist()
+        for number in numbers.tolist():
+            start, end = self._starts[number : number + 2].tolist()
             texts.append(os.pread(fd, end - start, start).decode())
         return texts
 
@@ -86,17 +88,19 @@ class Spills:
         self._decoding = threading.Lock()
 
     def read(
-        self, group: int, rows: np.ndarray, keep: int, decode: Callable[[], Spill]
+        self, group: int, numbers: np.ndarray, keep: int, decode: Callable[[], Spill]
     ) -> list[str]:
-        """The texts of documents `rows` of a group, which `decode` decodes if it is not open.
+        """The texts of documents `numbers` of a group, which `decode` decodes if it is not open.
 
         keep: this lane will read the documents up to that number (exclusive), 0 if it will not.
         """
-        texts = self._read_open(group, rows, keep)
+        texts = self._read_open(group, numbers, keep)
         if texts is not None:
             return texts
         with self._decoding:  # one group at a time
-            texts = self._read_open(group, rows, keep)  # another lane may have decoded it meanwhile
+            texts = self._read_open(
+                group, numbers, keep
+            )  # another lane may have decoded it meanwhile
             if texts is None:
                 spill = decode()
                 with self._lock:
@@ -104,21 +108,21 @@ class Spills:
                     for other in unread:
                         self._open.pop(other).close()
                     self._open[group] = spill
-                texts = self._read_open(group, rows, keep)
+                texts = self._read_open(group, numbers, keep)
         assert texts is not None
         return texts
 
-    def _read_open(self, group: int, rows: np.ndarray, keep: int) -> list[str] | None:
+    def _read_open(self, group: int, numbers: np.ndarray, keep: int) -> list[str] | None:
         """`read` if the group is open, otherwise None."""
         with self._lock:
             spill = self._open.get(group)
             if spill is None:
                 return None
-            if int(rows.max()) + 1 < keep:
+            if int(numbers.max()) + 1 < keep:
                 spill.readers.add(keep)
             else:
                 spill.readers.discard(keep)
-            return spill.read(rows)
+            return spill.read(numbers)
 
 
 # ---- decoding ------------------------------------------------------------------------------------

@@ -42,26 +42,33 @@ from nanochat.sources import Source
 from nanochat.tokenizer import TokenizerSettings
 
 FORMAT = 5  # of cursors
-LEDGER = {  # of a bucket; all but the last three count tokens
-    "read": "of the documents that were read, as stored",
-    "bos": "put in front of documents and of their continuations",
-    "repeated": "read or emitted a second time, as context",
-    "emitted": "in rows",
-    "cropped": "dropped",
-    "pending": "read, but not yet in a row",
-    "padded": "in rows, from no document",
-    "rows": "packed",
-    "documents": "read",
-    "epochs": "that the lane furthest ahead has left behind",
-}
+LEDGER = (  # the counts of a bucket
+    "read",  # tokens of the documents that were read, as stored
+    "bos",  # tokens put in front of documents and of their continuations
+    "repeated",  # tokens read or emitted a second time, as context
+    "emitted",  # tokens in rows
+    "cropped",  # tokens dropped
+    "pending",  # tokens read, but not yet in a row
+    "padded",  # tokens in rows, from no document
+    "rows",  # packed
+    "documents",  # read
+    "epochs",  # that the lane furthest ahead has finished
+)
 # the counts of a feed that make up the ledger; row: how many this feed has packed
-FEED = dict.fromkeys(
+FEED_SHAPE = dict.fromkeys(
     ("epoch", "documents", "read", "row", "inserted", "repeated", "cropped", "padded", "pending"),
     int,
 )
-CURSOR = {"format": int, "lane": int, "stream": dict, "row": int, "dropped": [str], "buckets": dict}
+CURSOR_SHAPE = {
+    "format": int,
+    "lane": int,
+    "stream": dict,
+    "row": int,  # how many the lane has produced
+    "dropped": [str],
+    "buckets": dict,
+}
 
-Cursor = dict[str, Any]  # of shape CURSOR
+Cursor = dict[str, Any]  # of this shape
 
 
 class DocumentKey(NamedTuple):
@@ -69,7 +76,7 @@ class DocumentKey(NamedTuple):
 
     epoch: int
     group: int
-    row: int  # number in the group
+    number: int  # in the group, from 0
 
 
 class FeedState(NamedTuple):
@@ -98,12 +105,12 @@ class LaneState(NamedTuple):
     """A copy of a lane's state at the end of a step."""
 
     lane: int
-    row: int  # number of rows that the lane has produced
+    num_rows: int  # that the lane has produced
     dropped: frozenset[str]  # buckets that have run dry
     feeds: Any  # {bucket: FeedState}; another kind of stream has its own counts
 
 
-class RowsConfig(Protocol):
+class AnyStreamConfig(Protocol):
     """What decides a stream's rows: a `StreamConfig`, or its counterpart in another order."""
 
     @property
@@ -115,12 +122,8 @@ class RowsConfig(Protocol):
     def identity(self) -> dict[str, Any]: ...
 
 
-class OpensStream(RowsConfig, Protocol):
+class OtherStreamConfig(AnyStreamConfig, Protocol):
     """A configuration of an order other than that of lanes."""
-
-    @property
-    def framed(self) -> bool:
-        """See `StreamConfig.framed`."""
 
     def open(
         self, sources: Mapping[str, Source], lanes: Sequence[int], **arguments: Any
@@ -133,7 +136,9 @@ class AnyStream(Protocol):
     `Stream` documents the methods.
     """
 
-    config: Any
+    @property
+    def config(self) -> AnyStreamConfig: ...
+
     lanes: list[int]
     buckets: list[str]
     mixer: Mixer | None  # None without a curriculum
@@ -157,10 +162,20 @@ class Unit(NamedTuple):
 class Feed:
     """One bucket in one lane.
 
-    `pool` prefetches the next unit; without a pool, each unit is read when it is needed. What runs in
-    the pool (`_fetch`, `_fetch_pending` and what they call) touches only what never changes after
-    `__init__`. All else belongs to one thread at a time: the one that constructs the feed, then the
-    loader's. Sources, orders and the pool are shared with other lanes.
+    `pool` prefetches the next unit; without a pool, each unit is read when it is needed.
+
+        method                            thread                touches
+        __init__, restore                 the one that opens    all of the feed
+                                          the stream
+        prefetch, pack, next_row, state   the loader's          all of the feed, one call at a time
+        _fetch, _fetch_pending            the pool's            only what never changes after `__init__`:
+          and what they call                                    config, source, order; and of the packer
+                                                                max_tokens, own_bos, whole_length
+
+    Without a loader (in validation, a plan, `find`, --skip-steps), the thread that opens the stream
+    calls everything but the pool's. A rank has feeds of its own lanes; when a run starts, rank 0 also
+    opens all lanes, for the first cursors and the plan. Sources, orders and the pool are shared with
+    other lanes.
     """
 
     def __init__(
@@ -209,7 +224,7 @@ class Feed:
 
     def _fetch(self, epoch: int, place: int, stop: int) -> Unit:
         """Read the unit at a place."""
-        groups, rows, keep = self.order.unit(epoch, place, stop)
+        groups, numbers, keep = self.order.unit(epoch, place, stop)
 
         # each group is read once
         positions_of: dict[int, list[int]] = {}
@@ -217,36 +232,35 @@ class Feed:
             positions_of.setdefault(group, []).append(position)
         documents: dict[int, Document] = {}  # by position in the unit
         for group, positions in positions_of.items():
-            of_group = self._read(group, rows[positions], keep)
+            of_group = self._read(group, numbers[positions], keep)
             documents.update(zip(positions, of_group))
 
         # the unit, in the order of use
-        in_order = [documents[position] for position in range(len(rows))]
+        in_order = [documents[position] for position in range(len(numbers))]
         keys = [
-            DocumentKey(epoch, group, row) for group, row in zip(groups.tolist(), rows.tolist())
+            DocumentKey(epoch, group, number)
+            for group, number in zip(groups.tolist(), numbers.tolist())
         ]
         lengths = [len(document.ids) for document in in_order]
         kept = [self._kept(document) for document in in_order]
-        return Unit(place + len(rows), keys, lengths, kept)
+        return Unit(place + len(numbers), keys, lengths, kept)
 
-    def _read(self, group: int, rows: np.ndarray, keep: int = 0) -> list[Document]:
+    def _read(self, group: int, numbers: np.ndarray, keep: int = 0) -> list[Document]:
         """`Source.read`, with a mark on the documents that are left out of the loss."""
-        documents = self.source.read(group, rows, keep)
+        documents = self.source.read(group, numbers, keep)
         silent = self.source.without.get(group)
         if silent is None:
             return documents
         marked = []
-        for document, row in zip(documents, rows):
-            marked.append(document._replace(silent=bool(silent[row])))
+        for document, number in zip(documents, numbers):
+            marked.append(document._replace(silent=bool(silent[number])))
         return marked
 
     def prefetch(self) -> None:
-        """Have the pool read the next unit if few documents are pending.
-
-        Few: less than the target plus half a unit.
-        """
-        target = self.config.fill_target(self.packer.row)
-        if self.packer.wants(target + self.order.batch // 2):
+        """Have the pool read the next unit if the packer will soon want it: if it has less than it
+        wants now and a margin."""
+        target = self.config.fill_target(self.packer.num_rows)
+        if self.packer.wants(target + self.order.margin):
             self._submit_unit()
 
     def _submit_unit(self) -> None:
@@ -276,7 +290,7 @@ class Feed:
 
         RuntimeError or CancelledError once the pool is closed; else what reading or pushing raises.
         """
-        target = self.config.fill_target(self.packer.row)
+        target = self.config.fill_target(self.packer.num_rows)
         while self.place < self.share.stop and self.packer.wants(target):
             # the next unit, read by the pool if there is one
             self._submit_unit()
@@ -299,8 +313,8 @@ class Feed:
         try:
             self.packer.push(key, length)
         except ValueError as e:
-            name, number = self.source.locate(key.group)
-            raise ValueError(f"{name}: group {number}: {e}") from None
+            name, group_number = self.source.locate(key.group)
+            raise ValueError(f"{name}: group {group_number}: {e}") from None
         self.documents[key] = document
         num_bos = 1 if self.config.framed else 0
         self.packer.inserted += num_bos
@@ -330,12 +344,16 @@ class Feed:
         """The next row as placements.
 
         None if the bucket is dry: no document is left to read, and the pending ones cannot fill a
-        row.
+        row. RuntimeError if the packer wants no document, but cannot fill a row.
         """
         self._fill()
         while not self.packer.ready:
+            if self.place < self.share.stop:
+                kind = type(self.packer).__name__
+                raise RuntimeError(f"{kind}.wants: got False, expected True until a row is ready")
             # The epoch is over. Its remaining documents lead the next row, which the next epoch
-            # completes.
+            # completes, or a later one if it is too short. The row follows at once, so no saved
+            # state needs to say which documents lead it.
             pending = list(self.packer.waiting())
             if not self._next_epoch():
                 return None
@@ -344,7 +362,10 @@ class Feed:
         return self.packer.next_row()
 
     def next_row(self, index: int) -> Row | None:
-        """The next row, which is the lane's row `index`. None if the bucket is dry."""
+        """The next row, which is the lane's row `index`. None if the bucket is dry.
+
+        Raises what `pack` raises, and what reading a pending document has raised in the pool.
+        """
         placed = self.pack()
         if placed is None:
             return None
@@ -385,12 +406,12 @@ class Feed:
         documents of the data; if the length of one has changed, the row that needs it raises it.
         """
         what = f"cursor of lane {self.lane}, bucket {self.bucket!r}"
-        check_shape(state, {**FEED, "place": int, "left": int, "waiting": [[int]]}, what)
+        check_shape(state, {**FEED_SHAPE, "place": int, "left": int, "waiting": [[int]]}, what)
         waiting: dict[DocumentKey, Piece] = {}
         for entry in state["waiting"]:
             self._check_waiting(entry, what)
-            epoch, group, row, *piece = entry
-            waiting[DocumentKey(epoch, group, row)] = Piece(*piece)
+            epoch, group, number, *piece = entry
+            waiting[DocumentKey(epoch, group, number)] = Piece(*piece)
         self.epoch = state["epoch"]
         self.share = self.order.share(self.lane, self.epoch)
         self.place = state["place"]
@@ -416,9 +437,9 @@ class Feed:
         """ValueError unless an entry of "waiting" in a cursor names a document and a piece of it."""
         is_valid = len(entry) == len(DocumentKey._fields) + len(Piece._fields) and min(entry) >= 0
         if is_valid:
-            _, group, row, *_ = entry
+            _, group, number, *_ = entry
             sizes = self.source.groups
-            is_valid = group < len(sizes) and row < sizes[group]
+            is_valid = group < len(sizes) and number < sizes[group]
         if not is_valid:
             raise ValueError(
                 f"{what}: {entry[:6]} does not name a document of this data; resume from another "
@@ -432,15 +453,15 @@ class Feed:
 
         ValueError if the length of one has changed.
         """
-        documents = self._read(group, np.array([key.row for key in waiting]))
+        documents = self._read(group, np.array([key.number for key in waiting]))
         kept = {}
         for (key, piece), document in zip(waiting.items(), documents):
             actual = len(document.ids)
             expected = self.packer.whole_length(piece)
             if actual != expected:
-                name, number = self.source.locate(group)
+                name, group_number = self.source.locate(group)
                 raise ValueError(
-                    f"{name}: document {key.row} of group {number} has {actual:,} tokens, but the "
+                    f"{name}: document {key.number} of group {group_number} has {actual:,} tokens, but the "
                     f"checkpoint says {expected:,}; the data or the tokenizer has changed since the run "
                     f"began. Restore the original, or start a new run (--model-tag)"
                 )
@@ -460,7 +481,9 @@ def ledger(cursors: Sequence[Cursor], T: int) -> dict[str, dict[str, int]]:
     total: dict[str, dict[str, int]] = {}
     for cursor in cursors:
         check_shape(cursor, {"buckets": dict}, "cursor of a lane")
-        check_shape(cursor["buckets"], dict.fromkeys(cursor["buckets"], FEED), "cursor of a lane")
+        check_shape(
+            cursor["buckets"], dict.fromkeys(cursor["buckets"], FEED_SHAPE), "cursor of a lane"
+        )
         for bucket, feed in cursor["buckets"].items():
             account = total.setdefault(bucket, dict.fromkeys(LEDGER, 0))
             account["bos"] += feed["inserted"]
@@ -478,12 +501,12 @@ def token_share(account: Mapping[str, int], name: str) -> float:
     Tokens that left the buffers were emitted or cropped. Tables show the cropped share as `cropped
     %`.
     """
-    left = account["emitted"] + account["cropped"]
-    return account[name] / max(1, left)
+    departed = account["emitted"] + account["cropped"]
+    return account[name] / max(1, departed)
 
 
 def stream_identity(
-    config: RowsConfig, sources: Mapping[str, Source], tokenizer: str
+    config: AnyStreamConfig, sources: Mapping[str, Source], tokenizer: str
 ) -> dict[str, Any]:
     """Everything that decides the rows, as JSON values: equal identities mean equal rows."""
     identity = config.identity()
@@ -501,8 +524,9 @@ def check_cursors(
     Cursors of other lanes are allowed.
     """
     for cursor in cursors:
-        check_shape(cursor, CURSOR, "cursor of a lane")
-        lane, theirs = cursor["lane"], cursor["stream"]
+        check_shape(cursor, CURSOR_SHAPE, "cursor of a lane")
+        lane = cursor["lane"]
+        theirs = cursor["stream"]
         if cursor["format"] != FORMAT:
             raise ValueError(
                 f"cursor of lane {lane}: format {cursor['format']}, expected {FORMAT}; resume with the "
@@ -532,6 +556,9 @@ class Stream:
     With several sources, a curriculum decides the bucket of each row. `tokenizer` is the
     tokenizer's fingerprint. If `drop_dry`, a lane drops a bucket that is dry and continues with its
     others; otherwise the lane ends. ValueError with a diff if the cursors belong to another stream.
+
+    With a loader, `next_rows`, `dry_bucket` and `state` are called in its thread, and `cursors` in the
+    main one: with a state, which is a copy, it touches nothing that `next_rows` changes.
     """
 
     def __init__(
@@ -556,7 +583,7 @@ class Stream:
             self.mixer = config.curriculum.mixer(T=config.T, V=config.V, seed=config.seed)
         self.buckets = list(sources)
         self.identity = stream_identity(config, sources, tokenizer)
-        self.rows = dict.fromkeys(self.lanes, 0)  # number of rows that each lane has produced
+        self.num_rows = dict.fromkeys(self.lanes, 0)  # that each lane has produced
         self.dropped: dict[int, frozenset[str]] = dict.fromkeys(self.lanes, frozenset())
         if cursors is not None:
             check_cursors(cursors, self.lanes, self.identity)
@@ -574,13 +601,13 @@ class Stream:
             self.feeds[bucket] = {lane: new_feed(lane=lane) for lane in self.lanes}
 
         for cursor in cursors or ():
-            if cursor["lane"] in self.rows:
+            if cursor["lane"] in self.num_rows:
                 self._restore(cursor)
 
     def _restore(self, cursor: Cursor) -> None:
         """Continue one of these lanes where its cursor says."""
         lane = cursor["lane"]
-        self.rows[lane] = cursor["row"]
+        self.num_rows[lane] = cursor["row"]
         self.dropped[lane] = frozenset(cursor["dropped"])
         for bucket in cursor["buckets"].keys() & self.feeds.keys():
             self.feeds[bucket][lane].restore(cursor["buckets"][bucket])
@@ -596,7 +623,7 @@ class Stream:
         """The next `num_rows` rows of each lane, lane after lane; fewer from a lane that is dry."""
         # Start all reads first, so that the pool works on every lane at once.
         for lane in self.lanes:
-            first = self.rows[lane]
+            first = self.num_rows[lane]
             due = {self.bucket_of(lane, row) for row in range(first, first + num_rows)}
             for bucket in due:
                 if bucket is not None:
@@ -605,15 +632,15 @@ class Stream:
         # Pack the rows of each lane, until its bucket is dry and may not be dropped.
         rows: list[Row] = []
         for lane in self.lanes:
-            stop = self.rows[lane] + num_rows
-            while self.rows[lane] < stop:
-                bucket = self.bucket_of(lane, self.rows[lane])
+            stop = self.num_rows[lane] + num_rows
+            while self.num_rows[lane] < stop:
+                bucket = self.bucket_of(lane, self.num_rows[lane])
                 if bucket is None:
                     break
-                row = self.feeds[bucket][lane].next_row(self.rows[lane])
+                row = self.feeds[bucket][lane].next_row(self.num_rows[lane])
                 if row is not None:
                     rows.append(row)
-                    self.rows[lane] += 1
+                    self.num_rows[lane] += 1
                 elif self.drop_dry:
                     self.dropped[lane] |= {bucket}
                 else:
@@ -622,14 +649,14 @@ class Stream:
 
     def dry_bucket(self, lane: int) -> str | None:
         """The dry bucket that leaves a lane without its next row; None if all its buckets are dry."""
-        return self.bucket_of(lane, self.rows[lane])
+        return self.bucket_of(lane, self.num_rows[lane])
 
     def state(self) -> list[LaneState]:
         """A copy of all lanes' present state."""
         states = []
         for lane in self.lanes:
             feeds = {bucket: by_lane[lane].state() for bucket, by_lane in self.feeds.items()}
-            states.append(LaneState(lane, self.rows[lane], self.dropped[lane], feeds))
+            states.append(LaneState(lane, self.num_rows[lane], self.dropped[lane], feeds))
         return states
 
     def cursors(self, state: list[LaneState] | None = None) -> list[Cursor]:
@@ -639,7 +666,7 @@ class Stream:
             cursor = {
                 "format": FORMAT,
                 "lane": at.lane,
-                "row": at.row,
+                "row": at.num_rows,
                 "stream": self.identity,
                 "dropped": sorted(at.dropped),
                 "buckets": {bucket: feed.to_json() for bucket, feed in at.feeds.items()},
@@ -654,7 +681,7 @@ class Stream:
 
 
 def open_stream(
-    config: StreamConfig | OpensStream,
+    config: StreamConfig | OtherStreamConfig,
     sources: Mapping[str, Source],
     lanes: Sequence[int],
     **arguments: Any,

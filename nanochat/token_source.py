@@ -74,10 +74,7 @@ class TokenSource(Source):
 
     @staticmethod
     def is_empty(path: AnyPath) -> bool:
-        """See `Source.is_empty`.
-
-        A pair whose files contradict each other is not empty: opening it gives the reason.
-        """
+        """A pair whose files contradict each other is not empty: opening it gives the reason."""
         return path.stat().st_size == 0 and len(TokenFile(path)) == 0
 
     def _open(self, number: int) -> TokenFile:
@@ -94,10 +91,10 @@ class TokenSource(Source):
             )
         return pair
 
-    def _runs(self, group: int, rows: np.ndarray) -> Runs:
+    def _runs(self, group: int, numbers: np.ndarray) -> Runs:
         """Where some documents of a group are. In a small bucket they may lie far apart."""
-        # a row may be pending from two epochs
-        distinct, positions = np.unique(rows, return_inverse=True)
+        # a document may be pending from two epochs
+        distinct, positions = np.unique(numbers, return_inverse=True)
         entries = distinct + self._first_entry[group]
         gaps = np.flatnonzero(np.diff(entries) > 1) + 1
         runs = []
@@ -108,9 +105,8 @@ class TokenSource(Source):
         file, _ = self.file_of(group)
         return Runs(self._pair(file), runs, positions.tolist())
 
-    def read(self, group: int, rows: np.ndarray, keep: int = 0) -> list[Document]:
-        """See `Source.read`."""
-        pair, runs, positions = self._runs(group, rows)
+    def read(self, group: int, numbers: np.ndarray, keep: int = 0) -> list[Document]:
+        pair, runs, positions = self._runs(group, numbers)
         documents: list[Document] = []
         for first, end in runs:
             if self.as_stored:
@@ -122,14 +118,13 @@ class TokenSource(Source):
         return [documents[position] for position in positions]
 
     def is_sized_by_text(self, group: int) -> bool:
-        """See `Source.is_sized_by_text`: of shards made from whole documents, so that a run reads them
-        in the order of the text."""
+        """True of shards made from whole documents: a run reads them in the order of the text."""
         file, _ = self.file_of(group)
         return "text_bytes" in (self._pair(file).record or {})
 
-    def lengths(self, group: int, rows: np.ndarray) -> tuple[list[int], list[int]]:
-        """See `Source.lengths`. Reads no ids unless the index does not show where documents end."""
-        pair, runs, positions = self._runs(group, rows)
+    def lengths(self, group: int, numbers: np.ndarray) -> tuple[list[int], list[int]]:
+        """Reads no ids unless the index does not show where documents end."""
+        pair, runs, positions = self._runs(group, numbers)
         lengths: list[int] = []
         contexts: list[int] = []
         for first, end in runs:

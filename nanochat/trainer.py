@@ -274,7 +274,7 @@ class Training:
         seal = {
             "progress": asdict(self.progress),
             "tokens": self.progress.tokens,
-            "phase": self.loader.phase,
+            "phase": self.loader.phase(step),
             "K": self.settings.leaves,
             "tokenizer_fingerprint": self.settings.tokenizer_fingerprint,
             "model_code": self.model_code,

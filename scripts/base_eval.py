@@ -40,7 +40,7 @@ from nanochat.pins import DATA_MANIFEST, read_manifests
 from nanochat.run_dir import find_run_at
 from nanochat.sources import RunData, Source, open_data
 from nanochat.start_run import open_run
-from nanochat.stream import OpensStream
+from nanochat.stream import OtherStreamConfig
 from nanochat.tokenizer import Tokenizer
 from scripts.sample import ask_for_model, device_of
 
@@ -113,11 +113,13 @@ class Opened(NamedTuple):
     """What `start_run.open_run` returns."""
 
     data: RunData
-    config: StreamConfig | OpensStream
+    config: StreamConfig | OtherStreamConfig
     settings: Settings
 
 
-def unigram_nats(data: RunData, config: StreamConfig | OpensStream, num_tokens: int) -> Tensor:
+def unigram_nats(
+    data: RunData, config: StreamConfig | OtherStreamConfig, num_tokens: int
+) -> Tensor:
     """The loss of each token under the unigram model, (vocab_size,) float32.
 
     Counts targets in the first rows of the run's stream, the same number of rows from each lane, at

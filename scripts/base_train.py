@@ -567,7 +567,7 @@ def log_step(
         tokens_per_s=rate,
         eta_s=eta_s,
         skipped=progress.skipped,
-        phase=loader.phase,
+        phase=loader.phase(),
     )
     journal.step(report)
 

@@ -63,8 +63,8 @@ class ByteTokenizer:
 
 
 class MemorySource:
-    """Groups of documents, given as token ids without BOS. `reads` records (group, rows) of each
-    read."""
+    """Groups of documents, given as token ids without BOS. `reads` records (group, numbers) of
+    each read."""
 
     bos = BOS
     ahead = 0
@@ -87,18 +87,18 @@ class MemorySource:
         self.joined: list[Joined] = []
         self.reads: list[tuple[int, list[int]]] = []
 
-    def read(self, group: int, rows: np.ndarray, keep: int = 0) -> list[Document]:
-        self.reads.append((group, rows.tolist()))
-        assert max(rows) < keep <= len(self.documents[group]) or keep == 0, (
+    def read(self, group: int, numbers: np.ndarray, keep: int = 0) -> list[Document]:
+        self.reads.append((group, numbers.tolist()))
+        assert max(numbers) < keep <= len(self.documents[group]) or keep == 0, (
             "`keep` is not in the group"
         )
         return [
-            Document(np.concatenate([[BOS], self.documents[group][row]]).astype(np.uint32))
-            for row in rows
+            Document(np.concatenate([[BOS], self.documents[group][number]]).astype(np.uint32))
+            for number in numbers
         ]
 
-    def lengths(self, group: int, rows: np.ndarray) -> tuple[list[int], list[int]]:
-        return [1 + len(self.documents[group][row]) for row in rows], [0] * len(rows)
+    def lengths(self, group: int, numbers: np.ndarray) -> tuple[list[int], list[int]]:
+        return [1 + len(self.documents[group][number]) for number in numbers], [0] * len(numbers)
 
     def locate(self, group: int) -> tuple[str, int]:
         return f"memory_{group // 2}", group % 2

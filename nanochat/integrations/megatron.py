@@ -359,12 +359,10 @@ class BlendedSamples:
         return len(self.dataset_index)
 
     def counts(self, stop: int) -> list[int]:
-        """See `Samples.counts`."""
         taken = self.dataset_index[:stop]
         return np.bincount(taken, minlength=len(self.datasets)).tolist()
 
     def locate(self, i: int) -> tuple[int, int]:
-        """See `Samples.locate`."""
         if not 0 <= i < len(self):
             raise IndexError(f"sample {i:,}: the blend has {len(self):,} samples")
         dataset = int(self.dataset_index[i])

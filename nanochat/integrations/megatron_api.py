@@ -115,7 +115,8 @@ class BlendedMegatronDatasetConfig:
 
     def check(self) -> None:
         """ValueError for bad or contradictory settings."""
-        surplus, per_split = self.mid_level_dataset_surplus, self.blend_per_split
+        surplus = self.mid_level_dataset_surplus
+        per_split = self.blend_per_split
         check_numbers(self.sequence_length, self.random_seed)
         if not 0 <= surplus < math.inf:
             raise ValueError(f"mid_level_dataset_surplus: got {surplus}, expected 0 or more")
@@ -317,7 +318,8 @@ class GPTDataset(Samples):
 def pad_id(config: GPTDatasetConfig) -> int:
     """The padding id: the tokenizer's `pad`, unless that is also another special token (then NO_PAD
     with a warning; `allow_ambiguous_pad_tokens` keeps it)."""
-    tokenizer, keep = config.tokenizer, config.allow_ambiguous_pad_tokens
+    tokenizer = config.tokenizer
+    keep = config.allow_ambiguous_pad_tokens
     pad = attribute(tokenizer, "pad")
     if pad is None:
         return NO_PAD

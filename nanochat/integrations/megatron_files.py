@@ -113,7 +113,8 @@ class FileReader(Reader):
     use. Its size and modification time must not change while the reader exists."""
 
     def __init__(self, path: Path, dtype: np.dtype):
-        self.path, self.dtype = path, dtype
+        self.path = path
+        self.dtype = dtype
         self.version = self._version()
 
     def _version(self) -> tuple[int, int]:
@@ -275,14 +276,16 @@ class IndexedDatasetBuilder:
         modes = (
             np.zeros(len(other), np.int8) if other.sequence_modes is None else other.sequence_modes
         )
-        first, ids = 0, 0
+        first = 0
+        ids = 0
         for number, length in enumerate(other.sequence_lengths.tolist(), 1):
             ids += length
             if ids >= COPIED_IDS or number == len(other):
                 some = slice(first, number)
                 sequences = [other._read(i) for i in range(first, number)]
                 self._append(np.concatenate(sequences), other.sequence_lengths[some], modes[some])
-                first, ids = number, 0
+                first = number
+                ids = 0
         self._writer.end_documents(np.diff(other.document_indices).tolist())
 
     def _append(

@@ -32,7 +32,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
@@ -61,11 +61,8 @@ from nanochat.splits import split_train_val
 from nanochat.stream import FORMAT, Cursor, LaneState, check_cursors, stream_identity
 from nanochat.tokens import TokenFile, to_offsets
 
-if TYPE_CHECKING:
-    pass
-
-# the default --split, Megatron's; and the one used if validation has its own files
-SPLIT, WHOLE = "969,30,1", "1,0,0"
+SPLIT = "969,30,1"  # the default --split, Megatron's
+WHOLE = "1,0,0"  # the one used if validation has its own files
 
 
 # ---- a run's data --------------------------------------------------------------------------------
@@ -105,7 +102,6 @@ class SampleConfig:
     def open(
         self, sources: Mapping[str, Source], lanes: Sequence[int], **arguments: Any
     ) -> "SampleStream":
-        """See `nanochat.stream.open_stream`."""
         return SampleStream(self, sources, lanes, **arguments)
 
     def identity(self) -> dict[str, Any]:
@@ -144,13 +140,12 @@ class MegatronOrder:
     feeds_lanes = has_plan = False
 
     def stream_config(self, settings: Settings) -> SampleConfig:
-        """See `RunOrder.stream_config`."""
         return SampleConfig.of(_own(settings))
 
     def settle(
         self, settings: Settings, horizon: Horizon, cursors: Sequence[Cursor] | None, steps: int
     ) -> Settings:
-        """See `RunOrder.settle`. Fills in --split and the number of samples. A new run has as many
+        """Fills in --split and the number of samples. A new run has as many
         samples as its steps need, or as many as the run whose data it continues, and keeps that
         number. ValueError if its steps need more."""
         needed = samples_needed(settings, cursors, steps)
@@ -174,20 +169,17 @@ class MegatronOrder:
         return replace(settings, split=split, num_samples=number)
 
     def pin(self, settings: Settings) -> Manifests:
-        """See `RunOrder.pin`."""
         return find_pairs(settings.data_path or "", settings.val_path, _own(settings).split or "")
 
     def check(self, settings: Settings, sources: Mapping[str, Source]) -> None:
-        """See `RunOrder.check`."""
         open_samples(self.stream_config(settings), sources)
 
     def shuffle(self, settings: Settings, sources: Mapping[str, Source]) -> None:
-        """See `RunOrder.shuffle`. The other ranks then read the tables from the index cache."""
+        """The other ranks then read the tables from the index cache."""
         for part in open_samples(self.stream_config(settings), sources).datasets:
             _ = part.shuffle_index
 
     def describe(self, settings: Settings, cursors: Sequence[Cursor] | None, steps: int) -> str:
-        """See `RunOrder.describe`."""
         needed = samples_needed(settings, cursors, steps)
         return f"Megatron's order: {needed:,} of {_own(settings).num_samples:,} samples"
 
@@ -316,7 +308,7 @@ class SampleRow(Row):
     eod: int
 
     def doc_ids(self) -> np.ndarray:
-        """See `Row.doc_ids`. This is Megatron's reset_attention_mask. Its reset_position_ids would
+        """This is Megatron's reset_attention_mask. Its reset_position_ids would
         change nothing: positions are rotary, so only distances inside a document matter."""
         ends = self.tokens == self.eod
         return (np.cumsum(ends) - ends).astype(np.int32)
@@ -326,7 +318,7 @@ class SampleCounts(NamedTuple):
     """The counts in a lane's cursor."""
 
     taken: int  # samples that all lanes have read
-    rows: list[int]  # of this lane, by bucket
+    num_rows: list[int]  # of this lane, by bucket
 
 
 class SamplePiece(NamedTuple):
@@ -400,7 +392,8 @@ class SampleStream:
         self.identity = stream_identity(config, sources, tokenizer)
         self.identity["prefixes"] = self.buckets
         self.identity["samples"] = hash_json(self.samples.identity())
-        self.taken = self.row = 0  # samples that all lanes have read; rows of each lane
+        self.taken = 0  # samples that all lanes have read
+        self.num_rows = 0  # of each lane
         # rows of each lane, by bucket
         self.counts = np.zeros((len(self.lanes), len(self.buckets)), np.int64)
         if cursors is not None:
@@ -420,7 +413,7 @@ class SampleStream:
                 f"cursors from different steps, after {positions[0][0]} and {positions[1][0]} "
                 f"samples; use the cursors of one checkpoint"
             )
-        [(self.taken, self.row)] = positions
+        [(self.taken, self.num_rows)] = positions
         accounts = {cursor["lane"]: cursor["buckets"] for cursor in cursors}
         for lane, counts in zip(self.lanes, self.counts):
             counts[:] = [accounts[lane][bucket]["row"] for bucket in self.buckets]
@@ -452,17 +445,16 @@ class SampleStream:
             lane, j = divmod(number - self.taken, num_rows)
             mask = None if live.all() else live
             row = SampleRow(
-                lane, self.row + j, self.buckets[bucket], ids, mask, [], number, self.eod
+                lane, self.num_rows + j, self.buckets[bucket], ids, mask, [], number, self.eod
             )
             rows.append(row)
             self.counts[self.lanes.index(lane), bucket] += 1
         self.taken += step
-        self.row += num_rows
+        self.num_rows += num_rows
         return rows
 
     def dry_bucket(self, lane: int) -> None:
-        """See `Stream.dry_bucket`: None, because a stream ends when the run has read all its
-        samples."""
+        """None, because a stream ends when the run has read all its samples."""
 
     def close(self) -> None:
         """Does nothing: there are no threads."""
@@ -470,15 +462,13 @@ class SampleStream:
     # ---- state
 
     def state(self) -> list[LaneState]:
-        """See `AnyStream.state`."""
         state = []
-        for lane, rows in zip(self.lanes, self.counts.tolist()):
-            counts = SampleCounts(self.taken, rows)
-            state.append(LaneState(lane, self.row, frozenset(), counts))
+        for lane, num_rows in zip(self.lanes, self.counts.tolist()):
+            counts = SampleCounts(self.taken, num_rows)
+            state.append(LaneState(lane, self.num_rows, frozenset(), counts))
         return state
 
     def cursors(self, state: list[LaneState] | None = None) -> list[Cursor]:
-        """See `AnyStream.cursors`."""
         if state is None:
             state = self.state()
         T = self.config.T
@@ -490,18 +480,18 @@ class SampleStream:
         cursors = []
         for at in state:
             accounts = {}
-            for bucket, rows, epoch in zip(self.buckets, at.feeds.rows, epochs):
+            for bucket, num_rows, epoch in zip(self.buckets, at.feeds.num_rows, epochs):
                 accounts[bucket] = {
-                    "row": rows,
+                    "row": num_rows,
                     "epoch": epoch,
-                    "read": rows * T,
-                    "repeated": rows,
+                    "read": num_rows * T,
+                    "repeated": num_rows,
                     **nothing,
                 }
             cursor = {
                 "format": FORMAT,
                 "lane": at.lane,
-                "row": at.row,
+                "row": at.num_rows,
                 "stream": self.identity,
                 "dropped": [],
                 "samples": at.feeds.taken,

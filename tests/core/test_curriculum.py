@@ -1,6 +1,7 @@
 """Curricula: remainders, any notation, every error of the file, and what identifies one."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -35,7 +36,7 @@ def test_the_order_of_names_and_the_notation_of_weights_do_not_matter():
     mixers = [mixer((1, mix)) for mix in same]
     assert len({tuple(m.bucket(0, k) for k in range(600)) for m in mixers}) == 1
     assert len({curriculum((5, mix)).identity() for mix in same}) == 1
-    assert Phase(5, {"web": 0.75, "code": 0.25}).shares() == {"code": 1, "web": 3}
+    assert Phase(5, {"web": 0.75, "code": 0.25}).proportions() == {"code": 1, "web": 3}
 
 
 # ---- the file ------------------------------------------------------------------------------------
@@ -60,6 +61,12 @@ def test_any_decimal_notation_is_accepted_and_names_are_kept(tmp_path, text, val
     assert c.phases[0].duration_tokens == value and type(c.phases[0].duration_tokens) is int
     assert list(c.phases[0].mix.items()) == [("a b", 0.5), ("no", 5), ("x", 0.001), ("y", 20)]
     assert c.max_epochs == {"no": 0}
+
+
+def test_a_number_of_epochs_may_have_the_notation_of_any_number(tmp_path):
+    """Regression: 1e1 passed the check, and then the run failed without a word about the file."""
+    c = read(tmp_path, ONE + "max_epochs: {web: 1e1}\n")
+    assert c.epochs("web") == 10 and c == replace(c, max_epochs={"web": 10})
 
 
 ONE = "curriculum:\n- duration_tokens: 100\n  mix: {web: 1}\n"

@@ -69,12 +69,12 @@ def test_a_window_has_the_lengths_of_the_epoch(long_docs):
     assert len(found) >= 2
     for rows in found:
         begun = [
-            (group, row)
+            (group, number)
             for of_row in rows
-            for (_, group, row), start, *_ in of_row.placed
+            for (_, group, number), start, *_ in of_row.placed
             if start == 0
         ]
-        lengths = np.array([1 + len(source.documents[group][row]) for group, row in begun])
+        lengths = np.array([1 + len(source.documents[group][number]) for group, number in begun])
         assert p_value(classes(lengths), epoch) > LEVEL
         half_of_tiny = np.flatnonzero(lengths <= 8)[::2]
         assert p_value(classes(np.delete(lengths, half_of_tiny)), epoch) < LEVEL, (
@@ -144,7 +144,7 @@ def windows_of_shuffled_documents(source, kinds, seed, long_docs):
         pieces = []
         for packer, hand in lanes:
             for _ in range(WINDOW // V):
-                while packer.wants(min(16, 2 * packer.row)) and hand:
+                while packer.wants(min(16, 2 * packer.num_rows)) and hand:
                     packer.push(hand[-1], documents[hand.pop()][1])
                 pieces += [(documents[key][0], length) for key, _, length, _ in packer.next_row()]
         found.append(shares(pieces))

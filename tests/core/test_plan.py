@@ -41,9 +41,9 @@ def test_the_figures_of_the_plan_match_counted_rows(tmp_path, kwargs, windows, e
     plan = make_plan(config, {"a": data}, rows_per_step=8, num_steps=steps)
     bucket = plan.buckets["a"]
     lengths = {
-        (group, row): (length - (not stored), prefix)
+        (group, number): (length - (not stored), prefix)
         for group, n in enumerate(data.groups.tolist())
-        for row, (length, prefix) in enumerate(zip(*data.lengths(group, np.arange(n))))
+        for number, (length, prefix) in enumerate(zip(*data.lengths(group, np.arange(n))))
     }
     assert bucket.documents == 1500
     assert bucket.tokens == sum(length - prefix for length, prefix in lengths.values())
@@ -333,7 +333,7 @@ def test_the_share_without_loss_of_cropped_windows_is_that_of_their_rows(tmp_pat
     exact = np.minimum(repeated, T + 1).sum() / np.minimum(lengths, T + 1).sum()
     config = StreamConfig(T=T, V=4, buffer_size=64)
     plan = make_plan(config, {"data": data}, rows_per_step=8, num_steps=2)
-    assert plan.crops and plan.buckets["data"].silent == pytest.approx(exact, abs=0.05)
+    assert plan.crops and plan.buckets["data"].without_loss == pytest.approx(exact, abs=0.05)
 
 
 def test_a_few_books_among_many_notes_are_estimated_by_the_sizes_of_their_files(

@@ -6,11 +6,13 @@ import logging
 import random
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from nanochat import parquet_source, prepare, sources, text, text_kinds
+from nanochat.order import StreamConfig, open_order
 from nanochat.parquet_source import ParquetSource
 from nanochat.pins import fingerprint
 from nanochat.sources import check, scan
@@ -165,14 +167,53 @@ def test_the_footer_of_a_file_is_parsed_once_for_all_its_groups(tmp_path, monkey
 
 def test_a_small_bucket_is_decoded_once_in_any_order_of_reads(folder, decoded):
     source = open_source(folder)
-    order = [(g, row) for g, group in enumerate(EXPECTED) for row in range(len(group))] * 3
+    order = [(g, number) for g, group in enumerate(EXPECTED) for number in range(len(group))] * 3
     random.Random(0).shuffle(order)
     with ThreadPoolExecutor(4) as pool:
-        for (group, row), [document] in zip(
+        for (group, number), [document] in zip(
             order, pool.map(lambda at: texts_of(source, at[0], [at[1]]), order)
         ):
-            assert document == EXPECTED[group][row]
+            assert document == EXPECTED[group][number]
     assert len(decoded) == len(set(decoded)) == len(source.groups)
+
+
+def joined_source(folder, num_files):
+    """The files of a folder, of which all but the first `num_files` joined the bucket in a fork."""
+    manifest = scan(folder)
+    manifest["joined"] = [{"files": num_files, "begins": [[0, 0]]}]
+    return ParquetSource(manifest, ByteTokenizer())
+
+
+def read_epoch(source, unit_size=2):
+    """The number of documents that a single lane reads in an epoch, unit after unit."""
+    config = StreamConfig(T=16, V=1, unit_size=unit_size)
+    order = open_order(source, bucket="b", config=config)
+    share = order.share(0, 0)
+    place = share.start
+    while place < share.stop:
+        unit = order.unit(0, place, share.stop)
+        for group in np.unique(unit.groups).tolist():
+            source.read(group, unit.numbers[unit.groups == group], unit.keep)
+        place += len(unit.numbers)
+    return len(share)
+
+
+@pytest.mark.parametrize("small, joined_small", [(False, False), (False, True), (True, False)])
+def test_a_group_is_decoded_once_also_if_files_joined_its_bucket(
+    tmp_path, monkeypatch, decoded, small, joined_small
+):
+    """Regression: a group was decoded once per unit, and files that joined a small bucket stayed in
+    memory."""
+    monkeypatch.setattr(sources, "SMALL_DOCUMENTS", 30)
+    for name, is_small in (("a", small), ("b", joined_small)):
+        texts = some_texts(20 if is_small else 40)
+        write_parquet(tmp_path / "data" / f"{name}.parquet", texts, GROUP)
+    source = joined_source(tmp_path / "data", 1)
+    assert (source.small, source.joined[0].small) == (small, joined_small), "the case"
+    assert read_epoch(source) == source.groups.sum()
+    assert len(decoded) == len(set(decoded)) == len(source.groups)
+    in_memory = source._groups.cache_info().currsize
+    assert in_memory == sum(map(source.is_small, range(len(source.groups))))
 
 
 # ---- other text ----------------------------------------------------------------------------------

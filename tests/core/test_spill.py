@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from nanochat import common, parquet_source, sources, spill
 from nanochat.parquet_source import ParquetSource
 from nanochat.sources import scan
+from tests.core.test_sources import joined_source, read_epoch
 from tests.token_files import patch
 from tests.toy import ByteTokenizer, some_texts, write_parquet
 
@@ -51,10 +52,10 @@ def open_source(path):
     return ParquetSource(scan(path), ByteTokenizer())
 
 
-def texts_of(source, group, rows, keep=0):
+def texts_of(source, group, numbers, keep=0):
     return [
         ByteTokenizer().decode(document.ids)
-        for document in source.read(group, np.array(rows), keep)
+        for document in source.read(group, np.array(numbers), keep)
     ]
 
 
@@ -66,8 +67,8 @@ def test_documents_are_those_that_were_written(folder, monkeypatch, apart):
     for group in (0, 2, 1):
         expected = TEXTS[8 * group : 8 * group + 8]
         assert [*source.texts(group)] == expected
-        rows = random.Random(group).sample(range(len(expected)), len(expected))
-        assert texts_of(source, group, rows) == [expected[row] for row in rows]
+        numbers = random.Random(group).sample(range(len(expected)), len(expected))
+        assert texts_of(source, group, numbers) == [expected[number] for number in numbers]
 
 
 def test_lanes_that_read_one_group_decode_it_once(folder, decoded):
@@ -96,14 +97,21 @@ def test_a_group_is_closed_when_its_lanes_have_read_it_and_another_is_decoded(fo
     assert [*source._spills._open] == [3] and len(decoded) == 3
 
 
+def test_a_group_is_decoded_once_also_if_files_joined_its_bucket(folder, decoded):
+    """Regression: a lane reads groups of both parts in turn, and each unit closed the other group."""
+    source = joined_source(folder, 1)
+    assert read_epoch(source) == source.groups.sum()
+    assert len(decoded) == len(set(decoded)) == len(source.groups)
+
+
 @given(st.lists(st.text(max_size=9), min_size=1, max_size=9), st.data())
 def test_any_texts_are_read_back_in_any_order(tmp_path_factory, texts, data):
     path = tmp_path_factory.mktemp("any") / "x.parquet"
     pq.write_table(pa.table({"text": texts}), path)
-    rows = data.draw(st.lists(st.integers(0, len(texts) - 1), min_size=1))
+    numbers = data.draw(st.lists(st.integers(0, len(texts) - 1), min_size=1))
     decoded = spill.decode_group(path, 0, "text", 0)
-    assert decoded.read(np.array(rows)) == [
-        texts[row] for row in rows
+    assert decoded.read(np.array(numbers)) == [
+        texts[number] for number in numbers
     ] and decoded.num_documents == len(texts)
     decoded.close()
 

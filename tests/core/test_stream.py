@@ -5,10 +5,11 @@ import numpy as np
 import pytest
 
 from nanochat.order import StreamConfig
+from nanochat.packing import LAYOUTS, Concat
 from nanochat.rows import Packed
 from nanochat.stream import Stream
 from tests.spec.test_stream import BASE, saved
-from tests.toy import MemorySource, Ranks, fixed_source, stream_config
+from tests.toy import MemorySource, Ranks, fixed_source, numbered, stream_config
 
 # ---- cursors -------------------------------------------------------------------------------------
 
@@ -41,7 +42,7 @@ def test_a_resume_reads_each_pending_document_once_and_no_other_document_of_the_
     source.reads.clear()
     with Ranks(config, {"b": source}, n=1, W=1, cursors=cursors):
         pass  # closing waits for reads in progress
-    reads = [(group, row) for group, rows in source.reads for row in rows]
+    reads = [(group, number) for group, numbers in source.reads for number in numbers]
     assert len(waiting) > 20 and set(reads) <= set(waiting) and len(reads) == len(set(reads))
 
 
@@ -78,6 +79,26 @@ def test_split_keeps_the_unused_part_of_a_long_document_compressed():
     assert (kept[40_001:49_000] == ids[40_000:48_999]).all() and kept[
         49_000:49_001
     ].dtype == kept.dtype
+
+
+# ---- packers -------------------------------------------------------------------------------------
+
+
+class Shy(Concat):
+    """A packer that wants no second document, although one does not fill a row."""
+
+    def wants(self, target):
+        return not self.documents
+
+
+def test_a_packer_that_wants_no_document_and_cannot_fill_a_row_is_named(monkeypatch):
+    """Regression: the rest of each lane's share was skipped without a word."""
+    monkeypatch.setitem(LAYOUTS, "shy", Shy)
+    config = StreamConfig(T=15, V=1, layout="shy", max_epochs=1, unit_size=4)
+    stream = Stream(config, {"b": numbered([[3] * 40])}, [0], tokenizer="t", num_threads=0)
+    with pytest.raises(RuntimeError, match=r"Shy\.wants: got False, expected True until a row is"):
+        for _ in range(40):
+            stream.next_rows(1)
 
 
 # ---- curricula -----------------------------------------------------------------------------------

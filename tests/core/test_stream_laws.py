@@ -187,7 +187,7 @@ class World:
         )
         left = [cursor for cursor in run.cursors if (bucket, cursor["lane"]) in run.unread]
         for cursor in left:
-            shares = self.config.curriculum.phases[mixer.phase_of(cursor["row"])[0]].shares()
+            shares = self.config.curriculum.phases[mixer.phase_of(cursor["row"])[0]].proportions()
             assert bucket not in shares and set(shares) <= set(cursor["dropped"])
         return not left
 
@@ -370,10 +370,10 @@ def pieces(world, run, bucket):
     pending = []
     for cursor in run.cursors:
         feed = cursor["buckets"][bucket]
-        for i, (_, group, row, _, start, _) in enumerate(feed["waiting"]):
+        for i, (_, group, number, _, start, _) in enumerate(feed["waiting"]):
             # the last row ended with it
             shared = world.config.layout == "concat" and i == 0 and feed["row"] > 0
-            entry = groups[group][row]
+            entry = groups[group][number]
             pending.append((entry, entry.in_stream(framed)[start + shared :], start + shared))
     return pending
 
@@ -422,10 +422,10 @@ def check_documents(world, run, bucket):
                 begun[tuple(piece[1:4])] -= 1
     begun.update(tuple(piece[1:4]) for piece in waiting if piece[5] == 0)
     everything = Counter(
-        (epoch, group, row)
+        (epoch, group, number)
         for epoch in range(world.config.epochs(bucket))
         for group, entries in enumerate(world.corpora[bucket].groups)
-        for row in range(len(entries))
+        for number in range(len(entries))
     )
     assert min(begun.values(), default=0) >= 0 and begun <= everything
     assert begun.total() == ledger(run.cursors, world.config.T)[bucket]["documents"]

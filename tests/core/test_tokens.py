@@ -391,8 +391,8 @@ def test_a_crash_between_the_renames_never_shows_half_of_a_pair(tmp_path, monkey
 # ---- as a source ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("rows", [[5, 1], [0, 7, 3, 4, 7], [2]])
-def test_a_source_reads_only_the_documents_that_are_asked_for(tmp_path, monkeypatch, rows):
+@pytest.mark.parametrize("numbers", [[5, 1], [0, 7, 3, 4, 7], [2]])
+def test_a_source_reads_only_the_documents_that_are_asked_for(tmp_path, monkeypatch, numbers):
     """Regression: it also read all documents between them. In a small bucket, they are most of a
     group."""
     documents = [[i] * (i + 1) for i in range(9)]
@@ -405,14 +405,14 @@ def test_a_source_reads_only_the_documents_that_are_asked_for(tmp_path, monkeypa
         return mapped_read(self, begin, end)
 
     monkeypatch.setattr(MappedReader, "read", read)
-    read = source.read(0, np.array(rows))
+    read = source.read(0, np.array(numbers))
     assert [(d.ids.tolist(), d.context) for d in read] == [
-        ([E, *documents[row]], 0) for row in rows
+        ([E, *documents[number]], 0) for number in numbers
     ]
-    assert sum(num_read) == sum(len(documents[row]) + 1 for row in set(rows))
-    assert source.lengths(0, np.array(rows)) == (
-        [len(documents[row]) + 1 for row in rows],
-        [0] * len(rows),
+    assert sum(num_read) == sum(len(documents[number]) + 1 for number in set(numbers))
+    assert source.lengths(0, np.array(numbers)) == (
+        [len(documents[number]) + 1 for number in numbers],
+        [0] * len(numbers),
     )
 
 

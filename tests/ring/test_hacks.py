@@ -122,7 +122,7 @@ class Simple(Packer):
     def waiting(self):
         return dict(self.queue)
 
-    def push(self, key, length, start=0, arrival=None):
+    def push(self, key, length, used=0, arrival=None):
         self.queue[key] = Piece(length, 0, 0)
         self.tokens += length
 
@@ -136,7 +136,7 @@ class Simple(Packer):
             self.cropped += length - placed
             self.tokens -= length
             room -= placed
-        self.row += 1
+        self.num_rows += 1
         return placements
 
 
@@ -172,9 +172,9 @@ class FileSource(Source):
         return {"name": name, "size": len(data), "footer": hashlib.sha256(data).hexdigest(),
                 "groups": [data.count(b"\\n")]}
 
-    def read(self, group, rows, keep=0):
+    def read(self, group, numbers, keep=0):
         lines = self.paths[self.file_of(group)[0]].read_text().split("\\n")
-        ids, edges = self.tokenizer.encode_flat([lines[row] for row in rows], num_threads=1)
+        ids, edges = self.tokenizer.encode_flat([lines[number] for number in numbers], num_threads=1)
         return [Document(ids[a:b].copy()) for a, b in zip(edges[:-1], edges[1:])]
 ''')
     folder = fork.base / "lines"

@@ -229,7 +229,7 @@ def test_weights_among_the_prefixes_are_those_of_blend_weights(workplace):
         ),
         ({"split": "1,0,0"}, "--split: 1,0,0 leaves no whole document for validation in a, b"),
         ({"split": "none"}, "--split: got 'none', expected shares of"),
-        ({"seed": -3}, r"--seed \(random_seed\): got -3, expected 0 to"),
+        ({"seed": 2**32}, r"--seed \(random_seed\): got 4294967296, expected 0 to"),
     ],
 )
 def test_bad_flags_are_refused_and_leave_no_trace(workplace, changed, message):

@@ -10,6 +10,7 @@ import torch
 
 import nanochat.dataloader as module
 from nanochat.common import block, permutation
+from nanochat.curriculum import Curriculum, Phase
 from nanochat.dataloader import (
     DataLoader,
     Dry,
@@ -150,6 +151,16 @@ def test_the_state_excludes_prefetched_rows_that_were_not_used():
             assert loader.cursors() == before and loader.step == 0, "in the middle of a step"
         next(loader)
         assert json_copy(loader.cursors()) == after and loader.step == 1
+
+
+def test_a_loader_that_is_one_step_ahead_knows_the_state_before_that_step():
+    """Regression: a save of the step before had the phase of the next one."""
+    phases = [Phase(CONFIG.T * R, {"b": 1}), Phase(10**6, {"b": 1})]
+    with make_loader(replace(CONFIG, curriculum=Curriculum(phases, {"b": 0}))) as loader:
+        before = loader.cursors()
+        take_step(loader)
+        assert (loader.step, loader.phase(0), loader.phase()) == (1, 1, 2)
+        assert loader.cursors(0) == before != loader.cursors()
 
 
 # ---- ends and errors -----------------------------------------------------------------------------

@@ -91,9 +91,9 @@ def test_law_exactly_the_uses_of_a_document_are_found(case, data):
     trained = history.trained
     bucket = data.draw(st.sampled_from(sorted(sources)))
     group = data.draw(st.integers(0, len(sources[bucket].groups) - 1))
-    row = data.draw(st.integers(0, int(sources[bucket].groups[group]) - 1))
-    tokens = [BOS, *sources[bucket].documents[group][row].tolist()]
-    passes = list(history.passes(DocumentPlace(bucket, "x:0", 0, group, row)))
+    number = data.draw(st.integers(0, int(sources[bucket].groups[group]) - 1))
+    tokens = [BOS, *sources[bucket].documents[group][number].tolist()]
+    passes = list(history.passes(DocumentPlace(bucket, "x:0", 0, group, number)))
     uses = [use for found in passes for use in found.uses]
     expected = {place for token in tokens[1:] for place in table.get(token, ())}
     named = {
@@ -111,8 +111,8 @@ def test_law_exactly_the_uses_of_a_document_are_found(case, data):
     assert [found.epoch for found in passes] == list(range(len(passes)))
     for found in passes:
         epoch, place, waiting = positions[bucket, found.lane]
-        assert found.pending == ((found.epoch, group, row) in waiting)
-        read = (epoch, place) > (found.epoch, history_place(history, bucket, found, group, row))
+        assert found.pending == ((found.epoch, group, number) in waiting)
+        read = (epoch, place) > (found.epoch, history_place(history, bucket, found, group, number))
         assert (found.expected is None) == read and (read or found.expected >= trained)
     assert passes[-1].expected is not None or config.epochs(bucket)
 
@@ -123,10 +123,10 @@ def test_law_the_uses_of_many_documents_are_those_of_each(case, drop_dry, data):
     _, sources, _, _ = case
     history, _, _ = trained_run(case, drop_dry)
     places = [
-        DocumentPlace(bucket, "x:0", 0, group, row)
+        DocumentPlace(bucket, "x:0", 0, group, number)
         for bucket, source in sources.items()
         for group, count in enumerate(source.groups.tolist())
-        for row in range(count)
+        for number in range(count)
     ]
     chosen = data.draw(st.lists(st.sampled_from(places), max_size=12, unique=True))
     found = history.uses_of(chosen)
@@ -169,10 +169,10 @@ def nearest(saves, step):
     return saved, saves[saved]
 
 
-def history_place(history, bucket, found, group, row):
+def history_place(history, bucket, found, group, number):
     source = history.sources[bucket]
     order = open_order(source, bucket=bucket, config=history.config)
-    return order.lane_and_place(found.epoch, group, row)[1]
+    return order.lane_and_place(found.epoch, group, number)[1]
 
 
 def test_a_document_has_the_name_of_its_file_and_its_number_in_it(tmp_path):

@@ -126,15 +126,17 @@ def test_law_a_document_is_where_its_order_says(old, new, smalls, rows):
         place = share.start
         while place < share.stop:
             unit = order.unit(0, place, share.stop)
-            for group, row in zip(unit.groups.tolist(), unit.rows.tolist()):
-                of_lane, at = order.lane_and_place(0, group, row)
-                assert of_lane == lane and place <= at < place + len(unit.rows)
-                found.add((group, row))
-            place += len(unit.rows)
+            for group, number in zip(unit.groups.tolist(), unit.numbers.tolist()):
+                of_lane, at = order.lane_and_place(0, group, number)
+                assert of_lane == lane and place <= at < place + len(unit.numbers)
+                found.add((group, number))
+            place += len(unit.numbers)
     for group, count in enumerate(source.groups.tolist()):
-        for row in range(count):
-            if (group, row) not in found:
-                assert order.lane_and_place(0, group, row)[1] == -1, "it was read before the fork"
+        for number in range(count):
+            if (group, number) not in found:
+                assert order.lane_and_place(0, group, number)[1] == -1, (
+                    "it was read before the fork"
+                )
 
 
 def test_what_is_left_of_both_parts_is_mixed():
@@ -149,7 +151,7 @@ def test_what_is_left_of_both_parts_is_mixed():
     while place < share.stop:
         unit = order.unit(0, place, share.stop)
         is_new += (unit.groups > 0).tolist()
-        place += len(unit.rows)
+        place += len(unit.numbers)
     half = len(is_new) // 2
     shares = np.mean(is_new[:half]), np.mean(is_new[half:])
     assert min(shares) > 0.2 and abs(shares[0] - shares[1]) < 0.3

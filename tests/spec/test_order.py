@@ -31,8 +31,10 @@ def epoch_in_units(source, epoch, V, size, seed, small):
         drawn = words(len(source.documents[g]), seed, "b", epoch, g).tolist()
         group = source.documents[g]
         for begin in range(0, len(group), size):
-            rows = sorted(range(begin, min(begin + size, len(group))), key=drawn.__getitem__)
-            units.append((int(source.means[g]) * len(rows), [group[row] for row in rows]))
+            numbers = sorted(range(begin, min(begin + size, len(group))), key=drawn.__getitem__)
+            units.append(
+                (int(source.means[g]) * len(numbers), [group[number] for number in numbers])
+            )
     return units
 
 
@@ -164,6 +166,6 @@ def test_the_groups_ahead_of_a_place_are_those_of_the_units_after_it(small):
         while at < share.stop and len(coming) < 2:
             unit = order.unit(1, at, share.stop)
             coming.update(dict.fromkeys(unit.groups.tolist()))
-            at += len(unit.rows)
+            at += len(unit.numbers)
         assert told == list(coming)
         place = order.unit_end(1, place, share.stop)

@@ -101,9 +101,9 @@ def test_law_rows_are_those_of_a_plain_search_also_after_resumes_and_the_ledger_
             assert sum(length for _, _, length, _ in placements) == T + 1
             assert all(length > 0 and 0 <= off < length for _, _, length, off in placements)
             p = drive.packer
-            assert p.row == len(rows)
+            assert p.num_rows == len(rows)
             pushed = sum(lengths[: drive.pushed])
-            assert pushed + p.inserted + p.repeated == p.row * (T + 1) + p.cropped + p.pending
+            assert pushed + p.inserted + p.repeated == p.num_rows * (T + 1) + p.cropped + p.pending
             drive.packer = new_packer()
             drive.packer.restore(*p.state())
             assert drive.packer.state() == p.state() and drive.packer.ready == p.ready
@@ -151,7 +151,7 @@ def test_law_binned_rows_hold_whole_entries_the_oldest_first_and_pad_the_rest():
                 assert all(piece.length > T + 1 - used for piece in drive.packer.waiting().values())
             seen.update(several=len(placements) > 1, padded=used <= T)
         assert sorted(came) == list(range(len(lengths)))
-        assert drive.packer.padded == drive.packer.row * (T + 1) - sum(lengths)
+        assert drive.packer.padded == drive.packer.num_rows * (T + 1) - sum(lengths)
 
     law()
     assert seen["several"] and seen["padded"]

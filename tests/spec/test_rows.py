@@ -89,7 +89,7 @@ def test_with_split_every_token_but_bos_is_a_target_exactly_once(lengths, overla
     assert len(targets) == len(set(targets)), "no token twice"
     waiting = packer.waiting().values()
     pending = sum(
-        piece.length - packer._context(piece.start) - (piece.start == 0) for piece in waiting
+        piece.length - packer._lead_in(piece.used) - (piece.used == 0) for piece in waiting
     )
     assert len(targets) + pending == first - 1, "none is lost"
 

@@ -34,9 +34,9 @@ def open_source(path):
     return ParquetSource(scan(path), ByteTokenizer())
 
 
-def texts_of(source, group, rows, keep=0):
+def texts_of(source, group, numbers, keep=0):
     """The texts of some documents of a group."""
-    documents = source.read(group, np.array(rows), keep)
+    documents = source.read(group, np.array(numbers), keep)
     assert all(document.ids[0] == BOS and document.ids.base is None for document in documents)
     assert not any(document.context or document.silent for document in documents)
     return [ByteTokenizer().decode(document.ids) for document in documents]
@@ -146,9 +146,11 @@ def test_any_order_of_reads_gives_the_texts_that_were_written(folder, monkeypatc
         group, size = rng.randrange(len(source.groups)), rng.choice([1, 2, 4])
         if rng.random() < 0.5:  # a unit of a lane's share; otherwise documents that a cursor lists
             first = size * rng.randrange(-(-len(EXPECTED[group]) // size))
-            rows = list(range(first, min(first + size, len(EXPECTED[group]))))
-            keep = rng.randint(rows[-1] + 1, len(EXPECTED[group]))
+            numbers = list(range(first, min(first + size, len(EXPECTED[group]))))
+            keep = rng.randint(numbers[-1] + 1, len(EXPECTED[group]))
         else:
-            rows, keep = range(len(EXPECTED[group])), 0
-        rows = rng.sample(rows, rng.randint(1, len(rows)) if keep == 0 else len(rows))
-        assert texts_of(source, group, rows, keep) == [EXPECTED[group][row] for row in rows]
+            numbers, keep = range(len(EXPECTED[group])), 0
+        numbers = rng.sample(numbers, rng.randint(1, len(numbers)) if keep == 0 else len(numbers))
+        assert texts_of(source, group, numbers, keep) == [
+            EXPECTED[group][number] for number in numbers
+        ]

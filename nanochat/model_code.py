@@ -22,9 +22,8 @@ FUNCTIONS = "nanochat.attention"  # part of every model, although it defines non
 def code_of(model: torch.nn.Module) -> dict[str, str]:
     """{file: hash} of the code that computes a model, as it is on disk. A launch calls this when it
     begins, because files may be edited while it trains."""
-    names = {FUNCTIONS}
-    for module in model.modules():
-        names.add(type(module).__module__)
+    names = {type(module).__module__ for module in model.modules()}
+    names.add(FUNCTIONS)
     hashes = {}
     for name in sorted(names):
         package, *parts = name.split(".")
@@ -38,7 +37,8 @@ def code_of(model: torch.nn.Module) -> dict[str, str]:
 def changed_code(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
     """The files whose code has changed, of those that are known in both: a model that was trained
     with --fp8 is loaded without it."""
-    return [file for file in before if before[file] != now.get(file, before[file])]
+    known = [file for file in before if file in now]
+    return [file for file in known if before[file] != now[file]]
 
 
 def hash_code(source: bytes) -> str:
@@ -52,8 +52,11 @@ def _plain(node: object) -> object:
         return [_plain(child) for child in node if not _is_docstring(child)]
     if not isinstance(node, ast.AST):
         return repr(node)
-    fields = [(name, value) for name, value in ast.iter_fields(node) if value not in (None, [])]
-    return [type(node).__name__, [(name, _plain(value)) for name, value in fields]]
+    fields = []
+    for name, value in ast.iter_fields(node):
+        if value not in (None, []):
+            fields.append((name, _plain(value)))
+    return [type(node).__name__, fields]
 
 
 def _is_docstring(node: object) -> bool:

@@ -174,7 +174,7 @@ def test_a_mode_whose_kernel_cannot_run_is_refused_before_the_run_exists(
         contextlib.nullcontext() if message is None else pytest.raises(ValueError, match=message)
     )
     with expected:
-        start_run.command(flags, 1, device_type)
+        start_run.complete_settings(flags, 1, device_type)
 
 
 class RunsTokenizer:

@@ -463,6 +463,28 @@ def log_every_step():
     base_train.RANKS_EVERY = 1
 
 
+LEAVE = """
+from pathlib import Path
+from nanochat.dist import compute_cleanup, compute_init
+compute_init("cpu", deterministic=True)
+import torch._dynamo  # as torch.optim does
+compute_cleanup()
+names = [(task / "comm").read_text() for task in Path("/proc/self/task").iterdir()]
+print("threads of Gloo:", sum("gloo" in name for name in names))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc lists the threads")
+def test_no_thread_of_the_group_is_left_to_end_while_python_does():
+    """Regression: in 1 of 20 launches on a busy machine, such a thread took the GIL too late, and the
+    process was aborted after its work was done."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=1"]
+    done = subprocess.run(
+        [*torchrun, "--no-python", sys.executable, "-c", LEAVE], capture_output=True, text=True
+    )
+    assert done.returncode == 0 and "threads of Gloo: 0" in done.stdout, done.stdout + done.stderr
+
+
 def test_every_ranks_own_time_is_logged_at_intervals():
     training.finish(2, hook=log_every_step, num_iterations=3, save_every=0)
     records = training.events("ranks")

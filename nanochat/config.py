@@ -789,41 +789,43 @@ def resume_settings(
                 old, new = [curriculum_text(value) or repr(value) for value in values]
                 lines.append(f"{what}: the run has {old}, this launch {new}")
             refused.append("\n  ".join(lines) + f" ({note})")
-        elif note and (since_last := changes_of(name, getattr(last, name), after)):
-            [(what, old, new)] = since_last
+        elif changed := changes_of(name, getattr(last, name), after):
+            [(what, old, new)] = changed
             whose = "the run started with"
             if getattr(last, name) != before:
                 whose = "the launch before had"
             notices[name] = Notice(f"{what}: {whose} {old!r}, this launch has {new!r}", note)
-        elif differing:
-            [(what, old, new)] = differing
-            change = f"{what}: the run started with {old!r}, this launch has {new!r}"
-            notices[name] = Notice(change, note)
     unknown = run.keys() - fields_of(type(then)).keys() - REMOVED - {"origin", "derived"}
     refused += [
         f"{flag(name)}: the run has {run[name]!r}, but this code has no such setting"
         for name in sorted(unknown)
     ]
     if refused:
-        path = run_dir / "config.json"
-        remedy = f"use the run's settings (--config={path})"
-        if unknown:
-            remedy = "use the code that began it"
-        others = ""
+        ways = []
         if can_fork:
-            others += f"; --fork-from={run_dir.name} continues this run with them"
+            ways.append(f"--fork-from={run_dir.name} continues this run with them")
         if can_init:
-            others += f"; --init-from={run_dir.name} starts a run with its weights"
-        if not checkpoint_folders(run_dir):
-            others = (
-                "; to replace this run, which has no checkpoint yet, add --resume=scratch --force"
-            )
-        what = "\n  ".join(refused)
-        raise ValueError(
-            f"{path}: the run was started with different settings:\n  {what}\n{remedy}, or start a new "
-            f"run with --model-tag=NAME{others}"
-        )
+            ways.append(f"--init-from={run_dir.name} starts a run with its weights")
+        raise _different_settings(run_dir, refused, ways, is_known=not unknown)
     return type(command)(**now), notices
+
+
+def _different_settings(
+    run_dir: Path, refused: Sequence[str], ways: Sequence[str], *, is_known: bool
+) -> ValueError:
+    """The error of a command whose settings are not those of its run. `refused`: a line for each;
+    `ways`: how to continue with them; `is_known`: whether this code has all settings of the run."""
+    path = run_dir / "config.json"
+    remedy = (
+        f"use the run's settings (--config={path})" if is_known else "use the code that began it"
+    )
+    if not checkpoint_folders(run_dir):
+        ways = ["to replace this run, which has no checkpoint yet, add --resume=scratch --force"]
+    lines = "\n  ".join(refused)
+    return ValueError(
+        f"{path}: the run was started with different settings:\n  {lines}\n"
+        + "; ".join([f"{remedy}, or start a new run with --model-tag=NAME", *ways])
+    )
 
 
 def _longer_last_phase(then: Curriculum | None, now: Curriculum | None) -> str:

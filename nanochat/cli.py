@@ -372,6 +372,7 @@ def whole(least: int, *, most: int | None = None, also: int | None = None) -> Ca
     `also`."""
 
     def number(text: str) -> int:
+        """The value of a flag. ArgumentTypeError, from which argparse makes the error of the flag."""
         value = int(text)
         is_too_large = most is not None and value > most
         if (value < least or is_too_large) and value != also:

@@ -552,6 +552,15 @@ OF_ONE_RUN = (
     "skip_steps",
     "mirror_to",
 )
+# settings that say how a launch runs and what it reports, and change no step; a fork that has others
+# is not a fork that changes something
+OF_LAUNCH = (
+    *("data_cache", "plan", "strict", "tokenizer", "eod_token", "tokenizer_threads"),
+    *("eval_every", "core_metric_every", "core_metric_max_per_task", "sample_every"),
+    *("save_every", "save_at", "sync_save", "keep_last_k"),
+    *("run", "log_to", "profile_steps"),
+    *("max_runtime_seconds", "walltime_reserve_seconds", "collective_timeout_seconds"),
+)
 # settings that say what rows hold, and that a fork may change nevertheless
 OF_ROWS = ("max_seq_len", "packing", "long_docs", "overlap", "buffer_size", "curriculum")
 
@@ -560,12 +569,6 @@ def is_kept_by_forks(name: str, decides: Decides) -> bool:
     """Whether a fork must have its parent's value of a setting."""
     is_of_weights_or_order = bool(decides & (Decides.ROWS | Decides.WEIGHTS))
     return is_of_weights_or_order and name not in (*OF_ROWS, "total_batch_size", "pack")
-
-
-def is_of_launch(name: str, f: Field) -> bool:
-    """Whether a setting says how a launch runs, such as its walltime, and changes no step."""
-    is_silent = not f.metadata["decides"] and not f.metadata["note"]
-    return is_silent and name not in ("data_path", "val_path")
 
 
 def flag(name: str) -> str:

@@ -46,13 +46,13 @@ from nanochat.common import (
     print0,
 )
 from nanochat.config import (
+    OF_LAUNCH,
     OF_ONE_RUN,
     OF_ROWS,
     Settings,
     changes_of,
     check_kept,
     fields_of,
-    is_of_launch,
 )
 from nanochat.files import data_at, fixed_paths, list_files
 from nanochat.gpt import GPTConfig
@@ -259,8 +259,8 @@ def _changes(settings: Settings, parent: Parent) -> dict[str, list[Any]]:
     then, now = parent.settings.to_json(), settings.to_json()
     named = (settings.fork or {}).get("named", ())
     changes: dict[str, list[Any]] = {}
-    for name, f in fields_of(type(settings)).items():
-        if name in (*OF_ONE_RUN, *MACHINE) or is_of_launch(name, f):
+    for name in fields_of(type(settings)):
+        if name in (*OF_ONE_RUN, *OF_LAUNCH, *MACHINE):
             continue
         if name in ("data_path", "val_path") and _is_same_state(then[name], now[name]):
             continue  # another name of it

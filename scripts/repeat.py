@@ -249,6 +249,22 @@ def check_data(
 # ---- the runs ------------------------------------------------------------------------------------
 
 
+def check_before(
+    runs: Sequence[RunReader], first: RunReader | None, settings: Settings, *, against: bool
+) -> RunReader | None:
+    """`check_data` of the runs that have begun, and of the files that the others would read now.
+    Returns the run that all are compared with: `first`, else the first that has begun, if any."""
+    begun = [] if settings.resume == "scratch" else [run for run in runs if run.manifests]
+    first = first or next(iter(begun), None)
+    if first is None:
+        return None
+    for run in begun:
+        check_data(first, run.manifests, settings, run=run.name, against=against)
+    if len(begun) < len(runs) and settings.fork_from is None:
+        check_data(first, files_now(settings), settings, against=against)
+    return first
+
+
 def train_all(
     name: str,
     flags: Sequence[str],
@@ -272,13 +288,7 @@ def train_all(
             f"omit it, or pass --eval-every=N"
         )
     runs = [RunReader(run_path(f"{name}-seed{seed}")) for seed in seeds]
-    begun = [] if settings.resume == "scratch" else [run for run in runs if run.manifests]
-    first = first or next(iter(begun), None)
-    for run in begun:
-        assert first is not None
-        check_data(first, run.manifests, settings, run=run.name, against=against)
-    if first is not None and len(begun) < len(runs) and settings.fork_from is None:
-        check_data(first, files_now(settings), settings, against=against)
+    first = check_before(runs, first, settings, against=against)
     launcher = [sys.executable, "-m"]
     if nproc > 1:
         launcher += ["torch.distributed.run", "--standalone", f"--nproc_per_node={nproc}", "-m"]

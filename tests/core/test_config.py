@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 
 from nanochat import receipt
-from nanochat.cli import Parser
+from nanochat.cli import Decides, Parser
 from nanochat.common import write_json
 from nanochat.config import (
     FIELDS,
+    OF_LAUNCH,
     REMOVED,
     Settings,
     add_flags,
@@ -502,6 +503,12 @@ def rules_of_settings(run_dir):
             answers[name] = "weights fit" if " --init-from=" in str(e) else "refused"
     receipts = {kind.__name__: [*receipt.row_settings(run)] for kind, run in RUNS.items()}
     return [receipts, answers]
+
+
+def test_settings_of_a_launch_exist_and_decide_nothing():
+    assert {name: FIELDS[name].metadata["decides"] for name in OF_LAUNCH} == dict.fromkeys(
+        OF_LAUNCH, Decides.NOTHING
+    )
 
 
 def test_a_refusal_shows_values_as_they_are():

@@ -227,23 +227,28 @@ class Parser(argparse.ArgumentParser):
         ones of them that name a setting). What is inherited names none, nor does a run's config.json,
         which has all settings."""
         path = value_of(given, "--config")
-        named = given
+        values = {} if path is None else self._read_flags(path)
+        is_of_run = "derived" in values
+        if is_of_run:
+            values = self.of_run(values)
         inherited: dict[str, Any] = {}
-        values: dict[str, Any] = {}
         if self.inherits is not None:
-            inherited = self.inherits(given)
-        if path is not None:
-            self.where = f"--config={path}: "
-            values = self._read_flags(path)
-            is_of_run = "derived" in values
-            if is_of_run:
-                values = self.of_run(values)
+            in_file = [
+                f"{_on(name)}={value}" for name, value in values.items() if value is not None
+            ]
+            inherited = self.inherits([*in_file, *given])
         if self.brings is not None:
             name, add = self.brings
             add(value_of(given, f"--{name}") or str(values.get(name, inherited.get(name))))
+        off = self._switched_off(inherited, given, values)
+        inherited = {name: value for name, value in inherited.items() if name not in off}
+        given = [word for word in given if word not in map(_off, off)]
+        named = given
         if path is not None:
-            given = [*self._words_of(values), f"--config={path}", *given]
+            self.where = f"--config={path}: "
+            words = self._words_of(values)
             self.where = ""
+            given = [*words, f"--config={path}", *given]
             named = named if is_of_run else given
         given = [*self._words_of(inherited), *given]
         # added only now, so that a file cannot name another file
@@ -256,6 +261,18 @@ class Parser(argparse.ArgumentParser):
             )
         return given, named
 
+    def _switched_off(
+        self, inherited: Collection[str], given: Sequence[str], values: Mapping[str, Any]
+    ) -> set[str]:
+        """The inherited settings that a command sets back to their default of nothing: with
+        --no-NAME, or with null or false in its file."""
+        known = self._option_string_actions
+        in_file = [name for name, value in values.items() if value is None or value is False]
+        words = {*given, *map(_off, in_file)} - known.keys()
+        named = [name for name in inherited if _off(name) in words]
+        defaults = {name: known[_on(name)].default for name in named}
+        return {name for name, value in defaults.items() if value is None or value is False}
+
     def _names_in(self, words: Sequence[str]) -> list[str]:
         """The names of the settings that command-line arguments set."""
         flags = [word.partition("=")[0] for word in words]
@@ -264,6 +281,7 @@ class Parser(argparse.ArgumentParser):
 
     def _read_flags(self, path: str) -> dict[str, Any]:
         """{flag: value} of a file of flags. Exits with one sentence if it cannot be read."""
+        self.where = f"--config={path}: "
         try:
             if Path(path).suffix.lower() == ".toml":
                 values: Any = tomllib.loads(_read_small(path, MAX_TOML_BYTES).decode())
@@ -281,7 +299,8 @@ class Parser(argparse.ArgumentParser):
             self.error(
                 f"got {str(values)[:50]!r}, expected a mapping from flags to values, such as depth: 12"
             )
-        return values
+        self.where = ""
+        return {str(name): value for name, value in values.items()}
 
     def _words_of(self, values: Mapping[str, Any]) -> list[str]:
         """The flags of a file as command-line arguments. A null value counts as absent. Exits with
@@ -289,10 +308,9 @@ class Parser(argparse.ArgumentParser):
         words: list[str] = []
         for key, value in values.items():
             if value is not None:
-                name = "--" + str(key).replace("_", "-")
-                words += self._words_of_flag(name, value)
+                words += self._words_of_flag(_on(key), value)
             else:
-                self.known("--" + str(key).replace("_", "-"))
+                self.known(_on(key))
         for word in words:
             refuse_secrets(word)
         # parsed alone first, so that errors name the file; required flags may be on the command line
@@ -358,6 +376,16 @@ def _command() -> str | None:
     spec = getattr(sys.modules.get("__main__"), "__spec__", None)
     is_ours = spec is not None and spec.name.partition(".")[0] in ("scripts", "dev", "nanochat")
     return f"python -m {spec.name}" if spec is not None and is_ours else None
+
+
+def _on(name: str) -> str:
+    """The flag of a setting."""
+    return "--" + name.replace("_", "-")
+
+
+def _off(name: str) -> str:
+    """The flag that sets a setting back to nothing."""
+    return "--no-" + name.replace("_", "-")
 
 
 def value_of(given: Sequence[str], flag: str) -> str | None:

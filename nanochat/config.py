@@ -366,7 +366,7 @@ class LongRunSettings:
     fork_from: str | None = setting(
         None,
         "start a new run that continues another one from this step, with its settings except those that the "
-        "command line names",
+        "command line names; --no-NAME takes back one that is off by default, such as --no-skip-spikes",
         metavar="RUN@STEP",
         decides=Decides.STEP,
         note=ORIGIN,

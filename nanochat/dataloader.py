@@ -97,18 +97,19 @@ class StepLayout:
     def __post_init__(self) -> None:
         if self.rows_per_step % self.V:
             raise ValueError(
-                f"--lanes {self.V}: it does not divide the {self.rows_per_step} rows of a step "
-                f"(total_batch_size / T). Choose a divisor."
+                f"--lanes={self.V}: does not divide the {self.rows_per_step:,} rows of a step "
+                f"(--total-batch-size / --max-seq-len); choose a divisor"
             )
         if self.world_size > self.V:
             raise ValueError(
-                f"--lanes: {self.world_size} processes but only {self.V} lanes, and each process needs "
-                f"one. Raise --lanes, or start fewer processes."
+                f"--lanes={self.V}: got {self.world_size} processes, and each needs a lane of its own; "
+                f"raise --lanes, or start fewer processes"
             )
         is_power_of_two = self.num_leaves & (self.num_leaves - 1) == 0
         if not 1 <= self.num_leaves <= self.V or not is_power_of_two:
             raise ValueError(
-                f"--leaves: got {self.num_leaves}, expected a power of two no larger than {self.V} lanes"
+                f"--leaves: got {self.num_leaves}, expected a power of two no larger than "
+                f"--lanes={self.V}"
             )
         if self.device_batch_size < 1:
             raise ValueError(

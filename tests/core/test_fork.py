@@ -14,7 +14,7 @@ from nanochat.run_dir import cursor_files, read_config
 from nanochat.run_reader import RunReader, unbalanced
 from nanochat.text_kinds import warn_once
 from nanochat.tokenizer import RustBPETokenizer
-from scripts import inspect_data, validate
+from scripts import base_train, inspect_data, validate
 from tests import training
 from tests.finished import RUN, STEPS, command, copy
 from tests.training import as_bytes, as_flags, die_after_step, digests, losses
@@ -83,6 +83,42 @@ def test_its_config_records_the_parent_and_that_nothing_changes():
     assert record["run"] == "parent" and record["step"] == AT and record["changes"] == {}
     assert record["checksum"] == theirs.seal["checksum"]
     assert record["tokens"] == theirs.seal["tokens"]
+
+
+@pytest.mark.parametrize("how", ["words", "a file"])
+def test_it_takes_back_what_is_off_by_default(tmp_path, how):
+    """Regression: no word switched off a limit or a switch of its parent, and null or false in a
+    file was not heard."""
+    kept = {
+        "skip_spikes": 9,
+        "max_grad_norm": 1.0,
+        "allow_bucket_exhaustion": True,
+        "keep_last_k": 9,
+    }
+    fork(tag="limited", **kept)
+    file = tmp_path / "off.yaml"
+    file.write_text("skip-spikes: null\nmax_grad_norm: null\nallow-bucket-exhaustion: false\n")
+    off = dict.fromkeys(("skip_spikes", "max_grad_norm", "allow_bucket_exhaustion"), False)
+    fork(parent="limited", step=6, **(off if how == "words" else {"config": file}))
+    config = read_config(training.run_dir("child"))
+    changes = {"skip_spikes": [9.0, None], "max_grad_norm": [1.0, None]}
+    assert config["fork"]["changes"] == changes | {"allow_bucket_exhaustion": [True, False]}
+    assert config["keep_last_k"] == 9
+
+
+def test_it_may_be_described_in_a_file(tmp_path):
+    """Regression: a file that named the parent inherited nothing from it."""
+    file = tmp_path / "fork.yaml"
+    file.write_text(f"fork-from: parent@{AT}\nmodel-tag: child\nmatrix-lr: 0.01\n")
+    bare(config=file)
+    changes = read_config(training.run_dir("child"))["fork"]["changes"]
+    assert [*changes] == ["matrix_lr"]
+
+
+def test_only_a_fork_takes_something_back(capsys):
+    with pytest.raises(SystemExit):
+        base_train.main(["--data-path=x", "--no-skip-spikes"])
+    assert "--no-skip-spikes: unknown flag" in capsys.readouterr().err
 
 
 def test_its_record_does_not_name_the_settings_of_a_launch():

@@ -261,10 +261,10 @@ FLAGS = [
             "--total-batch-size=1000",
             ("--total-batch-size", "1,000", f"multiple of --max-seq-len {training.T}"),
         ),
-        ("--lanes=3", ("--lanes 3", "8 rows", "divisor")),
+        ("--lanes=3", ("--lanes=3", "8 rows", "divisor")),
         ("--lanes=0", ("--lanes", "at least 1")),
         ("--leaves=3", ("--leaves", "power of two")),
-        ("--leaves=8", ("--leaves", "4 lanes")),
+        ("--leaves=8", ("--leaves", "--lanes=4")),
         (
             "--attention-mode=flex",
             ("--attention-mode=flex", "need a GPU", "--attention-mode=sdpa_mask"),
@@ -461,12 +461,12 @@ READERS = [
     ("inspect_data digest --steps=0:1 no-such-run", {}, ("no run 'no-such-run'",)),
     ("inspect_data digest --steps=0:1", {"runs": GONE}, ("which run",)),
     ("inspect_data rows --step=0 run --row=8", {}, ("rows 0 to 7",)),
-    ("inspect_data digest --steps=0:1 run --world-size=5", {}, ("5 processes but only 4 lanes",)),
+    ("inspect_data digest --steps=0:1 run --world-size=5", {}, ("--lanes=4: got 5 processes",)),
     ("inspect_data digest --steps=0:1 run --seed=3", {}, ("and --seed: a run has its own",)),
     (
         "inspect_data rows --step=0 --data-path=data --max-seq-len=64 --total-batch-size=512 --lanes=3",
         {},
-        ("--lanes 3",),
+        ("--lanes=3",),
     ),
     ("inspect_data ledger --data-path=data", {}, ("pass --step=N, the number of completed steps",)),
     ("inspect_data rows --step=0 --data-path=nowhere", {}, ("nowhere",)),
@@ -752,7 +752,7 @@ def test_a_disk_that_is_full_at_the_start_leaves_no_run(copied):
 
 def test_an_error_ends_all_processes_and_is_printed_once(copied, half_done):
     before = fingerprint(half_done)
-    fail("2 processes but only 1 lanes", "--lanes", lanes=1, model_tag="new")
+    fail("--lanes=1: got 2 processes", lanes=1, model_tag="new")
     assert not run_dir("new").exists()
     fail("--seed", "--model-tag", seed=1)
     (copied / "data" / "shard_0.parquet").unlink()

@@ -45,6 +45,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -289,47 +290,51 @@ def train_all(
         )
     runs = [RunReader(run_path(f"{name}-seed{seed}")) for seed in seeds]
     first = check_before(runs, first, settings, against=against)
-    launcher = [sys.executable, "-m"]
-    if nproc > 1:
-        launcher += ["torch.distributed.run", "--standalone", f"--nproc_per_node={nproc}", "-m"]
 
     def train(seed: int) -> float:
-        # the command
         tag = f"{name}-seed{seed}"
         of_weights = seed if vary in ("weights", "both") else settings.seed
         of_data = seed if vary in ("data", "both") else settings.seed
         own = [f"--seed={of_weights}", f"--data-seed={of_data}", f"--model-tag={tag}"]
-        command = [*launcher, "scripts.base_train", *flags, *own]
-        shown = shlex.join(["python", *command[1:]])
+        command = command_of([*flags, *own], nproc)
+        shown = shlex.join(["python", *command])
         print0(f"{name}: run {seeds.index(seed) + 1} of {len(seeds)}: {shown}")
-
-        # the run
-        log = get_base_dir() / "repeats" / f"{tag}.log"
-        with open(log, "wb") if jobs > 1 else contextlib.nullcontext() as out:
-            code = subprocess.run(command, stdout=out, stderr=out).returncode
-
-        # its result
+        log = get_base_dir() / "repeats" / f"{tag}.log" if jobs > 1 else None
+        with open(log, "wb") if log else contextlib.nullcontext() as out:
+            code = subprocess.run([sys.executable, *command], stdout=out, stderr=out).returncode
         run = RunReader(run_path(tag))
-        is_complete = bool(run.launches) and run.launches[-1].end == "completed"
-        if code or not is_complete:
-            see = f", see {log}" if jobs > 1 else ""
-            raise ValueError(
-                f"{tag}: the run ended with exit code {code} before its last step{see}; fix the cause "
-                f"and repeat this command"
-            )
-        if not run.val_bpb:
-            raise ValueError(
-                f"{tag}: the run has no validation bits per byte; pass --eval-every=N and a new --name"
-            )
+        value = final_val_bpb(run, code, log)
         of_first = first or RunReader(runs[0].run_dir)  # which has pinned its files by now
         check_data(of_first, run.manifests, settings, run=tag, against=against)
-        return list(run.val_bpb.values())[-1]
+        return value
 
     (get_base_dir() / "repeats").mkdir(parents=True, exist_ok=True)
     if jobs == 1:  # a pool would begin the next run before the error of one ends the command
         return [train(seed) for seed in seeds]
     with ThreadPoolExecutor(jobs) as pool:
         return list(pool.map(train, seeds))
+
+
+def command_of(flags: Sequence[str], nproc: int) -> list[str]:
+    """The arguments with which Python runs base_train on `nproc` processes."""
+    torchrun = ["torch.distributed.run", "--standalone", f"--nproc_per_node={nproc}", "-m"]
+    return ["-m", *(torchrun if nproc > 1 else []), "scripts.base_train", *flags]
+
+
+def final_val_bpb(run: RunReader, code: int, log: Path | None) -> float:
+    """The last validation bits per byte of a run. ValueError if it did not train to its end."""
+    is_complete = bool(run.launches) and run.launches[-1].end == "completed"
+    if code or not is_complete:
+        see = "" if log is None else f", see {log}"
+        raise ValueError(
+            f"{run.name}: the run ended with exit code {code} before its last step{see}; fix the cause "
+            f"and repeat this command"
+        )
+    if not run.val_bpb:
+        raise ValueError(
+            f"{run.name}: the run has no validation bits per byte; pass --eval-every=N and a new --name"
+        )
+    return list(run.val_bpb.values())[-1]
 
 
 # ---- report --------------------------------------------------------------------------------------
@@ -465,14 +470,21 @@ def read_base(against: str, name: str) -> dict[str, Any]:
     return base
 
 
+def first_run_of(base: Mapping[str, Any], settings: Settings) -> RunReader:
+    """The first run of a base. ValueError if another one of its runs reads other files."""
+    first, *others = [RunReader(run_path(f"{base['name']}-seed{seed}")) for seed in base["seeds"]]
+    for run in others:
+        check_data(first, run.manifests, settings, run=run.name)
+    return first
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Train, compare and print. ValueError and OSError for bad input and failed runs."""
     args, flags = parse_args(argv)
     folder = get_base_dir() / "repeats"
     run_path(f"{args.name}-seed1")  # ValueError for an invalid name
     for word in flags:
-        flag, _, _ = word.partition("=")
-        if flag in ("--model-tag", "--data-seed", "--seed"):
+        if word.partition("=")[0] in ("--model-tag", "--data-seed", "--seed"):
             raise ValueError(
                 f"{word}: this script sets the flag for each run; use --name and --vary instead"
             )
@@ -485,14 +497,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         base = read_base(args.against, args.name)
         seeds = base["seeds"]
         vary = base["vary"]
+    first_of_base = None if base is None else first_run_of(base, settings_of(flags))
 
-    first_of_base = None
-    if base is not None:
-        first_of_base, *others = [
-            RunReader(run_path(f"{base['name']}-seed{seed}")) for seed in seeds
-        ]
-        for run in others:
-            check_data(first_of_base, run.manifests, settings_of(flags), run=run.name)
     values = train_all(
         args.name,
         flags,

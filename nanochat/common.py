@@ -447,7 +447,7 @@ def atomic_open(path: Path | str) -> Iterator[BinaryIO]:
             yield f
             f.flush()
             os.fsync(f.fileno())
-        os.replace(temporary, path)
+            os.replace(temporary, path)  # while it is locked: a slow sync may have made it old
     except BaseException as e:
         if isinstance(e, OSError) and e.errno is not None and e.filename is None:
             e.filename = str(path)  # the error for a full disk names no file

@@ -20,10 +20,12 @@ from nanochat.common import (
     public,
     read_json,
     reason_of,
+    remove_leftovers,
     show,
     stop_reason,
     stops_if,
     visible,
+    write_bytes,
 )
 
 HOSTILE = "\x1b[2J\x9bm\r\u202e\x7f"
@@ -120,6 +122,19 @@ def test_differences_are_named_in_order_and_one_that_is_missing_is_told_apart():
 
 
 # ---- stopping ------------------------------------------------------------------------------------
+
+
+def test_a_file_is_locked_until_it_has_its_name(tmp_path, monkeypatch):
+    """Regression: another process could remove it as a leftover between its lock and its name."""
+    rename = os.replace
+
+    def late(*names):
+        remove_leftovers(tmp_path, fresh_s=0)
+        rename(*names)
+
+    monkeypatch.setattr(os, "replace", late)
+    write_bytes(tmp_path / "file", b"content")
+    assert (tmp_path / "file").read_bytes() == b"content"
 
 
 def test_a_sentence_of_our_own_stays_whole_when_a_file_cannot_be_written(tmp_path):

@@ -231,26 +231,13 @@ class Parser(argparse.ArgumentParser):
         is_of_run = "derived" in values
         if is_of_run:
             values = self.of_run(values)
-        inherited: dict[str, Any] = {}
-        if self.inherits is not None:
-            in_file = [
-                f"{_on(name)}={value}" for name, value in values.items() if value is not None
-            ]
-            inherited = self.inherits([*in_file, *given])
+        inherited = self._inherited_by(values, given)
         if self.brings is not None:
             name, add = self.brings
             add(value_of(given, f"--{name}") or str(values.get(name, inherited.get(name))))
-        off = self._switched_off(inherited, given, values)
-        inherited = {name: value for name, value in inherited.items() if name not in off}
-        given = [word for word in given if word not in map(_off, off)]
-        named = given
-        if path is not None:
-            self.where = f"--config={path}: "
-            words = self._words_of(values)
-            self.where = ""
-            given = [*words, f"--config={path}", *given]
-            named = named if is_of_run else given
-        given = [*self._words_of(inherited), *given]
+        in_file = [] if path is None else [*self._words_in(path, values), f"--config={path}"]
+        named = given if is_of_run else [*in_file, *given]
+        given = [*self._words_of(inherited), *in_file, *given]
         # added only now, so that a file cannot name another file
         if "--config" not in self._option_string_actions:
             self.add_argument(
@@ -261,17 +248,21 @@ class Parser(argparse.ArgumentParser):
             )
         return given, named
 
-    def _switched_off(
-        self, inherited: Collection[str], given: Sequence[str], values: Mapping[str, Any]
-    ) -> set[str]:
-        """The inherited settings that a command sets back to their default of nothing: with
-        --no-NAME, or with null or false in its file."""
-        known = self._option_string_actions
-        in_file = [name for name, value in values.items() if value is None or value is False]
-        words = {*given, *map(_off, in_file)} - known.keys()
-        named = [name for name in inherited if _off(name) in words]
-        defaults = {name: known[_on(name)].default for name in named}
-        return {name for name, value in defaults.items() if value is None or value is False}
+    def _inherited_by(self, values: Mapping[str, Any], given: Sequence[str]) -> dict[str, Any]:
+        """What a command line and the flags in its file inherit."""
+        if self.inherits is None:
+            return {}
+        in_file = [f"{_flag(name)}={value}" for name, value in values.items() if value is not None]
+        for word in in_file:
+            refuse_secrets(word)
+        return self.inherits([*in_file, *given])
+
+    def _words_in(self, path: str, values: Mapping[str, Any]) -> list[str]:
+        """The flags in a file as command-line arguments. Exits with one sentence that names it."""
+        self.where = f"--config={path}: "
+        words = self._words_of(values)
+        self.where = ""
+        return words
 
     def _names_in(self, words: Sequence[str]) -> list[str]:
         """The names of the settings that command-line arguments set."""
@@ -300,17 +291,20 @@ class Parser(argparse.ArgumentParser):
                 f"got {str(values)[:50]!r}, expected a mapping from flags to values, such as depth: 12"
             )
         self.where = ""
-        return {str(name): value for name, value in values.items()}
+        return values
 
     def _words_of(self, values: Mapping[str, Any]) -> list[str]:
-        """The flags of a file as command-line arguments. A null value counts as absent. Exits with
-        one sentence for an unknown flag or a bad value."""
+        """The flags of a file as command-line arguments. A null value switches off what is off by
+        default, and counts as absent otherwise. Exits with one sentence for an unknown flag or a bad
+        value."""
+        known = self._option_string_actions
         words: list[str] = []
         for key, value in values.items():
+            name = _flag(key)
             if value is not None:
-                words += self._words_of_flag(_on(key), value)
-            else:
-                self.known(_on(key))
+                words += self._words_of_flag(name, value)
+            elif is_off(self.known(name).default) and _off(name) in known:
+                words.append(_off(name))
         for word in words:
             refuse_secrets(word)
         # parsed alone first, so that errors name the file; required flags may be on the command line
@@ -331,9 +325,9 @@ class Parser(argparse.ArgumentParser):
             expected = "true or false" if is_switch else "text or a number"
             self.error(f"{name}: got {value!r}, expected {expected}")
         if is_switch:
-            name = name if value else f"--no-{name[2:]}"
-            # a switch that stays off needs no argument
-            return [name] if name in action.option_strings else []
+            name = name if value else _off(name)
+            # a switch that is always off without its flag needs no argument
+            return [name] if name in self._option_string_actions else []
         if isinstance(value, list) and action.nargs is not None:
             return [name, *map(str, value)]
         if isinstance(value, list):
@@ -378,14 +372,19 @@ def _command() -> str | None:
     return f"python -m {spec.name}" if spec is not None and is_ours else None
 
 
-def _on(name: str) -> str:
+def _flag(name: object) -> str:
     """The flag of a setting."""
-    return "--" + name.replace("_", "-")
+    return "--" + str(name).replace("_", "-")
 
 
-def _off(name: str) -> str:
-    """The flag that sets a setting back to nothing."""
-    return "--no-" + name.replace("_", "-")
+def _off(flag: str) -> str:
+    """The flag that switches off what a flag switches on."""
+    return f"--no-{flag[2:]}"
+
+
+def is_off(value: object) -> bool:
+    """Whether a value switches off what a setting is about: None or False, but not 0."""
+    return value is None or value is False
 
 
 def value_of(given: Sequence[str], flag: str) -> str | None:

@@ -34,7 +34,7 @@ from typing import Any, NamedTuple, get_args, get_type_hints
 
 from nanochat.attention import KERNELS, MODES
 from nanochat.checkpoint import SaveSettings
-from nanochat.cli import Decides, Parser, check_bounds, setting, value_of
+from nanochat.cli import Decides, Parser, check_bounds, is_off, setting, value_of
 from nanochat.common import DATA_CACHE_GB, Difference, check_shape, open_door, parse_json
 from nanochat.curriculum import Curriculum, CurriculumSettings, load
 from nanochat.files import DATASET_NAME, FORMATS
@@ -366,7 +366,7 @@ class LongRunSettings:
     fork_from: str | None = setting(
         None,
         "start a new run that continues another one from this step, with its settings except those that the "
-        "command line names; --no-NAME takes back one that is off by default, such as --no-skip-spikes",
+        "command line names; --no-NAME switches off what is off by default, such as --no-skip-spikes",
         metavar="RUN@STEP",
         decides=Decides.STEP,
         note=ORIGIN,
@@ -552,6 +552,8 @@ OF_ONE_RUN = (
     "skip_steps",
     "mirror_to",
 )
+# settings whose default of None stands for something that is found elsewhere, not for nothing
+FOUND = ("data_path", "val_path", "data_seed", "tokenizer", "eod_token", "cpu_threads")
 # settings that say how a launch runs and what it reports, and change no step; a fork that has others
 # is not a fork that changes something
 OF_LAUNCH = (
@@ -623,6 +625,16 @@ def _add_group(parser: Parser, group: type, without: Sequence[str], listed: bool
         flags = ["--" + f.name.replace("_", "-"), *f.metadata.get("also", ())]
         action = titled.add_argument(*flags, dest=f.name, default=f.default, **how)
         action.help = action.help if listed else argparse.SUPPRESS
+        if is_off(f.default) and f.name not in (*OF_ONE_RUN, *FOUND):
+            # switches off what a file or the parent of a fork switches on
+            titled.add_argument(
+                f"--no-{flags[0][2:]}",
+                dest=f.name,
+                action="store_const",
+                const=f.default,
+                default=f.default,
+                help=argparse.SUPPRESS,
+            )
 
 
 def instead_of(name: str) -> str:

@@ -14,7 +14,7 @@ from nanochat.run_dir import cursor_files, read_config
 from nanochat.run_reader import RunReader, unbalanced
 from nanochat.text_kinds import warn_once
 from nanochat.tokenizer import RustBPETokenizer
-from scripts import base_train, inspect_data, validate
+from scripts import inspect_data, validate
 from tests import training
 from tests.finished import RUN, STEPS, command, copy
 from tests.training import as_bytes, as_flags, die_after_step, digests, losses
@@ -115,10 +115,21 @@ def test_it_may_be_described_in_a_file(tmp_path):
     assert [*changes] == ["matrix_lr"]
 
 
-def test_only_a_fork_takes_something_back(capsys):
-    with pytest.raises(SystemExit):
-        base_train.main(["--data-path=x", "--no-skip-spikes"])
-    assert "--no-skip-spikes: unknown flag" in capsys.readouterr().err
+def test_a_secret_in_a_file_is_not_shown(tmp_path, capsys):
+    """Regression: the name of the parent was looked up, and printed, before it was checked."""
+    file = tmp_path / "fork.yaml"
+    file.write_text("fork-from: https://user:pw@host/x\n")
+    error = bare(config=file, run=training.refuse)
+    assert "--fork-from: a URL with user information" in error and "pw" not in error
+
+
+def test_a_null_in_a_file_leaves_the_data_of_the_parent(tmp_path):
+    """Regression: the fork recorded the default folder, and could not be resumed."""
+    file = tmp_path / "null.yaml"
+    file.write_text("data-path: null\ntokenizer: null\n")
+    fork(config=file)
+    paths = [read_config(training.run_dir(tag))["data_path"] for tag in ("parent", "child")]
+    assert paths[0] == paths[1]
 
 
 def test_its_record_does_not_name_the_settings_of_a_launch():

@@ -791,11 +791,8 @@ def resume_settings(
         decides = f.metadata["decides"]
         note = f.metadata["note"].replace("RUN/", f"{run_dir}/")
         differing = changes_of(name, before, after)
-        if name == "curriculum":
-            longer = _longer_last_phase(last.mix, command.mix)
-            longer = longer or _longer_last_phase(then.mix, command.mix)
-            if longer:
-                notices[name] = Notice(longer, HORIZON)
+        if name == "curriculum" and (longer := _longer_last_phase(last.mix, command.mix)):
+            notices[name] = Notice(longer, HORIZON)
         if differing and decides:
             can_init = can_init and Decides.WEIGHTS not in decides
             can_fork = can_fork and not is_kept_by_forks(name, decides)

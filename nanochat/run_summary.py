@@ -11,7 +11,7 @@ from pathlib import PurePosixPath
 
 import torch
 
-from nanochat.checkpoint import SCHEDULER_NAME, list_checkpoints
+from nanochat.checkpoint import list_checkpoints
 from nanochat.common import Remote, as_path, counted, few, get_dist_info, is_remote, print0, show
 from nanochat.config import flag
 from nanochat.dataloader import StepLayout
@@ -27,7 +27,6 @@ from nanochat.run_settings import (
     ends_early,
     estimate_memory,
 )
-from nanochat.schedule import Schedule
 from nanochat.splits import describe_split, files_of, last_file_validates, or_divide
 from nanochat.start_run import Run, Start
 
@@ -229,9 +228,8 @@ def _notes(start: Start, layout: StepLayout, device: torch.device) -> Iterator[s
             f"the run ends at token {start.horizon.total_tokens:,}, before its curriculum does "
             f"({start.settings.curriculum_end:,}); --num-iterations=-1 trains to its end"
         )
-    jump = _rate_jump(start)
-    if jump is not None:
-        before, after = jump
+    if start.rate_jump is not None:
+        before, after = start.rate_jump
         yield (
             f"the learning rates rise at once, from x{before:.3f} in the parent's last step to x{after:.3f}. "
             f"Phases and --warmdown-steps decide where they fall; to begin with a warmup, use "
@@ -243,23 +241,6 @@ def _notes(start: Start, layout: StepLayout, device: torch.device) -> Iterator[s
             f"token files are read through memory maps. If SIGBUS kills this process, a file was truncated: "
             f"scripts.status {start.run_dir.name} or the next launch names it"
         )
-
-
-def _rate_jump(start: Start) -> tuple[float, float] | None:
-    """The multipliers of the learning rates in the last step of a new fork's parent and in its own
-    first one, if they more than double; else None."""
-    if start.parent is None or start.step == 0:
-        return None
-    saved = start.parent.checkpoint.load(SCHEDULER_NAME)
-    horizon = saved.get("num_iterations")
-    if horizon is None:
-        return None
-    peak = start.horizon.weight_decay_scaled
-    theirs = Schedule.of(start.parent.settings, horizon, peak_weight_decay=peak)
-    ours = Schedule.of(start.settings, start.horizon.num_iterations, peak_weight_decay=peak)
-    before = theirs.lr(start.step - 1)
-    after = ours.lr(start.step)
-    return (before, after) if after > 2 * before else None
 
 
 def short(text: str) -> str:

@@ -80,6 +80,7 @@ from nanochat.fork import (
     find_parent,
     first_checkpoint,
     note_length,
+    rate_jump,
 )
 from nanochat.pins import DATA_MANIFEST, Manifests, bare, leave_out, read_manifests
 from nanochat.plan_report import print_passes, rehearse
@@ -128,6 +129,8 @@ class Start:
     origin: Checkpoint | None
     # the run that --fork-from names, if this one has no checkpoint of its own yet
     parent: Parent | None
+    # the rates of the parent's last step and of the first one, if they more than double
+    rate_jump: tuple[float, float] | None
     # where the data continues, None for the beginning of the data
     cursors: list[dict[str, Any]] | None
     notices: Mapping[str, Notice]  # {changed setting: what to say of it}
@@ -368,7 +371,7 @@ def _inspect(
         first_length = config.get("derived", {}).get("num_iterations")
         lengths = {first_length, started.get("num_iterations", first_length)}
     checkpoint = None if scratch else _own_checkpoint(run_dir, settings.resume)
-    origin = parent = None
+    origin = parent = jump = None
     if checkpoint is None:
         _check_beginning(run_dir, settings, config)
         if settings.init_from is not None:
@@ -391,6 +394,7 @@ def _inspect(
     if parent is not None:
         settings = note_length(settings, parent, horizon.num_iterations)
         checkpoint = first_checkpoint(parent, settings, model_config)
+        jump = rate_jump(settings, parent, checkpoint, horizon)
     _check_length(settings, horizon, checkpoint)
     if (loaded := checkpoint or origin) is not None:
         loaded.check_tokenizer(settings.tokenizer_fingerprint)
@@ -403,6 +407,7 @@ def _inspect(
         checkpoint=checkpoint,
         origin=origin,
         parent=parent,
+        rate_jump=jump,
         cursors=None if checkpoint is None else checkpoint.cursors,
         notices=notices,
         manifests=manifests,
@@ -416,11 +421,14 @@ def _inspect(
 def keep_length(settings: Settings, newest: Mapping[str, Any], named: Collection[str]) -> Settings:
     """The settings with the length that the newest launch of the run had, if the command names
     none: a rerun must not train a short run on to the default length, nor to that of its first
-    launch, which its config.json has."""
+    launch, which its config.json has. The last phase of a curriculum decides the length, too."""
+    kept = dict[str, Any]()
     lengths = {f.name: f.default for f in fields(HorizonSettings)}
-    if any(name in named for name in lengths):
-        return settings
-    return replace(settings, **{name: newest.get(name, lengths[name]) for name in lengths})
+    if not any(name in named for name in lengths):
+        kept |= {name: newest.get(name, lengths[name]) for name in lengths}
+    if settings.curriculum is not None and "curriculum" not in named:
+        kept["curriculum"] = newest.get("curriculum")
+    return replace(settings, **kept)
 
 
 def _check_beginning(run_dir: Path, settings: Settings, config: Mapping[str, Any]) -> None:

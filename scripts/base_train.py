@@ -260,6 +260,8 @@ def announce(
 ) -> None:
     """Print what is about to run, and log the command and the names of the settings it changed."""
     typed = [*given.differing()]
+    if given.fork is not None:  # it inherits the others
+        typed = [name for name in typed if name in given.fork["named"]]
     print_summary(run, training.loader.layout, guard.device, typed)
     journal.event(
         "started",

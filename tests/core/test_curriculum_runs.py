@@ -324,6 +324,20 @@ def test_a_fork_names_the_length_that_follows_from_its_curriculum_and_how_to_ext
     assert last["curriculum"]["phases"][-1]["duration_tokens"] == 3 * STEP
 
 
+def test_a_rerun_keeps_the_length_of_the_newest_curriculum():
+    """Regression: a fork's command went back to the curriculum with which the fork began, and the
+    same command said that the run's first length had been changed."""
+    succeed(mix_file([(2, {"web": 1})]))
+    forked = {"fork_from": "run", "model_tag": "child"}
+    succeed(mix_file([(1, {"code": 1})], name="other.yaml"), **forked)
+    longer = mix_file([(3, {"code": 1})], name="longer.yaml")
+    out = succeed(longer, **forked).out
+    assert f"changed: --curriculum: its last phase had {STEP:,} tokens, now {3 * STEP:,}" in out
+    for again in (succeed(longer, **forked), succeed(None, **forked)):
+        assert "completed after 5 steps" in again.out
+        assert "its last phase had" not in again.out + again.err
+
+
 def test_a_fork_may_end_within_the_phases_that_it_inherits():
     """Regression: the recipe for a loss spike was refused for every run with a curriculum."""
     mix = mix_file([(2, {"web": 1}), (6, {"code": 1})])

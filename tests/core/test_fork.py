@@ -1,5 +1,6 @@
 """A fork continues another run, and differs from it in nothing but what its command line changes."""
 
+import os
 import re
 import shutil
 from functools import partial
@@ -9,7 +10,7 @@ from unittest import mock
 import pytest
 
 from nanochat import start_run
-from nanochat.checkpoint import load_checkpoint
+from nanochat.checkpoint import Checkpoint, load_checkpoint
 from nanochat.run_dir import cursor_files, read_config
 from nanochat.run_reader import RunReader, unbalanced
 from nanochat.text_kinds import warn_once
@@ -149,6 +150,18 @@ def test_its_record_does_not_name_a_length_that_is_its_parents():
     assert digests("child", AT) == digests("long")[AT:]
 
 
+def test_its_typed_settings_are_those_that_its_command_names():
+    """Regression: those that it inherits were shown as set by hand."""
+    out = fork(matrix_lr=0.01).out
+    [line] = [line for line in out.splitlines() if line.startswith("set: ")]
+    assert line == f"set: --model-tag=child --matrix-lr=0.01 --fork-from=parent@{AT}"
+    assert training.events("started", "child")[0]["typed"] == [
+        "model_tag",
+        "matrix_lr",
+        "fork_from",
+    ]
+
+
 def test_its_last_line_says_which_tokens_are_its_own():
     """Regression: it counted those of its ancestors, without saying so."""
     own = (STEPS - AT) * training.STEP
@@ -165,8 +178,26 @@ def test_it_begins_with_the_parents_checkpoint_and_cursors():
     assert weights("child", f"checkpoint-{AT}") == weights("parent", f"checkpoint-{AT}")
 
 
+def hide_parent_from_rank_1():
+    """In a process: rank 1 is on a machine that does not have the parent's checkpoints."""
+    load = Checkpoint.load
+
+    def visible(self, name):
+        if os.environ["RANK"] == "1" and "parent" in str(self.path):
+            raise FileNotFoundError(str(self.path / name))
+        return load(self, name)
+
+    Checkpoint.load = visible
+
+
 def test_a_fork_on_two_processes_from_a_parent_of_one_has_the_same_data_and_only_rank_0_reads():
-    fork(run=lambda **named: training.finish(2, **named))
+    """Regression: all ranks read the parent's schedule for a note."""
+
+    def finish(**named):
+        group = training.start(2, hook=hide_parent_from_rank_1, **named)
+        assert group.wait() == [0, 0], group.text()
+
+    fork(run=finish)
     assert digests("child", AT) == digests("parent")[AT:]
     assert losses("child") == pytest.approx(losses("parent")[AT:], abs=2e-4)
 

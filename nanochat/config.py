@@ -127,7 +127,7 @@ class RunSettings:
     seed: int = setting(
         42,
         "seed of the initial weights and of the data order",
-        least=0,
+        least=-MAX_SEED,
         most=MAX_SEED,
         decides=Decides.ROWS,
     )
@@ -136,7 +136,7 @@ class RunSettings:
         "seed of the data order alone (default: --seed)",
         type=int,
         metavar="N",
-        least=0,
+        least=-MAX_SEED,
         most=MAX_SEED,
         decides=Decides.ROWS,
     )
@@ -440,7 +440,7 @@ class Settings(
     def from_json(value: Mapping[str, Any]) -> "Settings":
         """The settings in a run's config.json. A missing setting gets its default; unknown entries
         are ignored. ValueError for a value that is invalid for its setting."""
-        where = "restore the run's config.json, which was damaged or edited"
+        where = "restore the run's config.json, if it was damaged or edited, or use the code that wrote it"
         value = _migrated(value)
         order = value.get("order", Settings.order)
         check_shape({"order": order}, {"order": str}, where)

@@ -108,6 +108,8 @@ TABLES_AND_ARCHIVES = (
     ".bz2",
     ".xz",
 )
+# folders of what Spark, Delta Lake and Python note beside data
+NOTES = frozenset(("_temporary", "_delta_log", "__pycache__"))
 NEVER_DATA = (".md", ".rst", ".yaml", ".yml", ".toml", ".log", ".lock")  # not in that table
 
 
@@ -443,16 +445,9 @@ def _list_folder(path: AnyPath, data_format: str, suffixes: Sequence[str]) -> Li
     data = [entry for entry in files if has_suffix(entry.path.name, suffixes)]
     ignored: dict[str, list[AnyPath]] = {}
     if data_format == "text":
-        # also __init__.py, but not markers without a suffix, such as _SUCCESS
-        others = [
-            entry
-            for entry in entries
-            if entry.kind == "file"
-            and is_hidden(entry.path.relative_to(path))
-            and entry.path.suffix
-            and not has_suffix(entry.path.name, suffixes)
-        ]
-        reasons = _not_documents([entry.path for entry in [*files, *others]])
+        sources = [entry for entry in entries if entry.kind == "file"]
+        sources = [entry for entry in sources if _is_hidden_source(entry.path.relative_to(path))]
+        reasons = _not_documents([entry.path for entry in [*files, *sources]])
         data = [entry for entry in data if entry.path not in reasons]
         own_tokenizer = path / OWN_TOKENIZER
         for file, reason in reasons.items():
@@ -498,6 +493,15 @@ def is_hidden(name: PurePath, data_format: str = "text") -> bool:
     files may begin with _.)"""
     parts = name.parts if data_format == "text" else name.parts[:-1]
     return any(part.startswith("_") for part in parts)
+
+
+def _is_hidden_source(name: PurePath) -> bool:
+    """Whether a hidden relative path may be a text that somebody misses, such as __init__.py, and
+    not what a program notes beside data: a marker without a suffix, a checksum, a cache."""
+    if not is_hidden(name) or has_suffix(name.name, SUFFIXES):
+        return False
+    is_note = name.suffix in ("", ".crc") or not NOTES.isdisjoint(name.parts)
+    return not is_note
 
 
 def _refuse_dangling(folder: AnyPath, links: Sequence[AnyPath], suffixes: Sequence[str]) -> None:

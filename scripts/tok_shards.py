@@ -183,14 +183,14 @@ def deal(inputs: Sequence[Input], num_tasks: int) -> list[list[Input]]:
 
 
 def check_readable(inputs: Sequence[Input], selection: Selection) -> None:
-    """ValueError of the first input if none of the first few can be read: their column of text has
+    """The error of the first input if none of the first few can be read: their column of text has
     another name, say. A single bad input fails later, alone."""
-    errors = []
+    errors: list[Exception] = []
     for i in inputs[:TRIED]:
         try:
             next(read_documents(i.path, selection.for_split(i.split)), None)
             return
-        except ValueError as e:
+        except (OSError, ValueError) as e:
             errors.append(e)
     if errors:
         raise errors[0]

@@ -14,6 +14,8 @@ import pytest
 
 from nanochat import common
 from nanochat.common import hash_file
+from nanochat.files import data_at
+from nanochat.text import Selection
 from nanochat.tokenizer import RustBPETokenizer
 from nanochat.tokens import open_tokens, read_manifest
 from scripts import tok_shards
@@ -444,3 +446,19 @@ def test_the_slurm_script_submits_all_tasks_then_the_end_with_valid_flags(tmp_pa
         args = vars(tok_shards.parse_args(flags))
         assert module == "scripts.tok_shards"
         assert args.items() >= {"input_dir": Path("in put"), "tokenizer": "gpt2", **known}.items()
+
+
+def test_an_input_that_cannot_be_opened_fails_alone(raw, monkeypatch):
+    """Regression: one of the first inputs that denied access ended the command with no shard."""
+    inputs = tok_shards.find_inputs(data_at(raw))
+    read = tok_shards.read_documents
+
+    def denied(path, selection):
+        if path == inputs[0].path:
+            raise PermissionError(13, "Permission denied", str(path))
+        return read(path, selection)
+
+    monkeypatch.setattr(tok_shards, "read_documents", denied)
+    tok_shards.check_readable(inputs, Selection())
+    with pytest.raises(PermissionError):
+        tok_shards.check_readable(inputs[:1], Selection())

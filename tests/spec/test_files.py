@@ -112,6 +112,14 @@ def test_source_files_are_counted_whatever_their_names_begin_with(tmp_path):
     assert names == {"b.py", "x/__init__.py", "_old/c.csv"}
 
 
+def test_what_programs_note_beside_data_is_not_counted(tmp_path):
+    """Regression: the checksums and caches of Spark and Python were files that nobody reads."""
+    notes = ("_SUCCESS.crc", "_temporary/0/t.tmp", "_delta_log/0.crc", "__pycache__/a.pyc")
+    folder = write(tmp_path, "a.parquet", "__init__.py", *notes)
+    [files] = list_files(data_at(folder)).ignored.values()
+    assert [file.name for file in files] == ["__init__.py"]
+
+
 @pytest.mark.parametrize(
     "name", ["a.ndjson", "a.NDJSON.GZ", "a.json", "a.json.gz", "a.JSONL", "a.Parquet", "a.jsonl.GZ"]
 )

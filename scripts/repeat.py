@@ -470,9 +470,18 @@ def read_base(against: str, name: str) -> dict[str, Any]:
     return base
 
 
-def first_run_of(base: Mapping[str, Any], settings: Settings) -> RunReader:
-    """The first run of a base. ValueError if another one of its runs reads other files."""
-    first, *others = [RunReader(run_path(f"{base['name']}-seed{seed}")) for seed in base["seeds"]]
+def first_run_of(base: Mapping[str, Any], settings: Settings) -> RunReader | None:
+    """The first run of a base that is still here. None, with a warning, if none is. ValueError if
+    another one of its runs reads other files."""
+    runs = [RunReader(run_path(f"{base['name']}-seed{seed}")) for seed in base["seeds"]]
+    runs = [run for run in runs if run.manifests]
+    if not runs:
+        print0(
+            f"warning: no run of {base['name']} is here any more, so nothing shows whether it has read the "
+            f"same data"
+        )
+        return None
+    first, *others = runs
     for run in others:
         check_data(first, run.manifests, settings, run=run.name)
     return first
@@ -505,7 +514,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         seeds,
         vary,
         first=first_of_base,
-        against=base is not None,
+        against=first_of_base is not None,
         jobs=args.jobs,
         nproc=args.nproc,
     )

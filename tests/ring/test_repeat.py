@@ -166,6 +166,23 @@ def test_a_variant_that_would_read_a_new_training_file_is_refused_before_it_begi
     assert "train the base again under another --name" in error
 
 
+def test_a_variant_is_compared_with_what_is_left_of_its_base(
+    warm_processes, capfd, workplace, fixed_val
+):
+    """Regression: without the base's first run, nothing was compared, nor the new seeds with each
+    other."""
+    command(capfd, "--name=base", "--seeds=2", val_path=fixed_val)
+    shutil.rmtree(training.run_dir("base-seed1"))
+    command(capfd, "--name=v", "--against=base", val_path=fixed_val, matrix_lr=0.1)
+    shutil.rmtree(training.run_dir("v-seed2"))
+    add_file(workplace, "shard_1b.parquet")
+    changed = {"val_path": fixed_val, "matrix_lr": 0.1}
+    assert "than base-seed2" in refused("--name=v", "--against=base", **changed)
+    shutil.rmtree(training.run_dir("base-seed2"))
+    assert "than v-seed1" in refused("--name=v", "--against=base", **changed)
+    assert "warning: no run of base is here any more" in capfd.readouterr().out
+
+
 def test_a_variant_may_name_other_training_data_but_no_other_validation_text(
     warm_processes, capfd, workplace
 ):

@@ -15,9 +15,10 @@ each file and one of itself, computed with zeros in place of that checksum:
     {"step": 7, "files": {...}, "checksum": "00000000"}  --BLAKE2b-->  9f3c..  -->  "checksum": "9f3c.."
 
 **Writing.** All files go into a folder with a hidden name, each one fsynced, the seal last; one
-rename gives the checkpoint its name. A good checkpoint of the same step and status is kept, because
-it saw the same rows; a corrupt one is replaced. If a completed run is extended, its old `final` is
-renamed to the checkpoint of the step it was saved at. So a good checkpoint exists at every instant.
+rename gives the checkpoint its name. A good checkpoint of the same step is kept, because it saw the
+same rows (a `final` or a shutdown's only if it has the same status, too); a corrupt one is replaced.
+If a completed run is extended, its old `final` is renamed to the checkpoint of the step it was saved
+at. So a good checkpoint exists at every instant.
 
 **Reading.** `first_good` goes from the newest checkpoint to the oldest, and takes the first whose
 every byte matches its checksum. States hold only tensors and plain values, and are loaded with
@@ -306,7 +307,7 @@ def write_sealed(target: Path, head: Mapping[str, Any], contents: Mapping[str, A
         existing = None
     # where a good checkpoint goes that gives its place to this one: a `final` from before the run was
     # extended, or the stop at a step that is now known to be the run's halt
-    numbered = None
+    place_of_existing = None
     if existing is not None:
         numbered = target.with_name(f"checkpoint-{existing['step']}")
         is_same_step = existing["step"] == head["step"]
@@ -314,6 +315,7 @@ def write_sealed(target: Path, head: Mapping[str, Any], contents: Mapping[str, A
         if is_same_step and (is_same_status or target == numbered):
             log.info("%s already exists and is good; it is kept", target)
             return
+        place_of_existing = numbered
     temporary = target.with_name(f".tmp-{target.name}-{os.getpid()}")
     try:
         temporary.mkdir()
@@ -324,10 +326,10 @@ def write_sealed(target: Path, head: Mapping[str, Any], contents: Mapping[str, A
         )
         for folder in sorted({(temporary / name).parent for name in (*files, STATE_NAME)}):
             fsync_dir(folder)
-        if numbered is not None:
-            if os.path.lexists(numbered):
-                delete_checkpoint(numbered)
-            os.rename(target, numbered)
+        if place_of_existing is not None:
+            if os.path.lexists(place_of_existing):
+                delete_checkpoint(place_of_existing)
+            os.rename(target, place_of_existing)
         elif os.path.lexists(target):
             delete_checkpoint(target)
         os.rename(temporary, target)

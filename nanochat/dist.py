@@ -31,7 +31,6 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
-from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -127,7 +126,7 @@ def compute_init(
     if distributed and not dist.is_initialized():
         # torch.optim imports it later. Imported inside a group, it would keep the group beyond
         # `compute_cleanup`, and a thread of Gloo that ends while Python does aborts the process.
-        import_module("torch._dynamo")
+        from torch import _dynamo as _dynamo
 
         timeout = timedelta(seconds=timeout_s)
         store, _, _ = next(dist.rendezvous("env://", rank, world_size, timeout=timeout))

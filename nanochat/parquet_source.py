@@ -49,9 +49,8 @@ class KeptUnits:
     """Units that lanes will read soon, compressed. A unit is taken once."""
 
     def __init__(self) -> None:
-        self.units: dict[
-            tuple[int, int, int], bytes
-        ] = {}  # by (group, first number, number of documents)
+        # by (group, first number, number of documents)
+        self.units: dict[tuple[int, int, int], bytes] = {}
 
     def __len__(self) -> int:
         return len(self.units)

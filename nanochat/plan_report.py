@@ -21,9 +21,9 @@ log = logging.getLogger(__name__)
 
 MUCH_CROPPED = 0.1  # a larger share of cropped tokens causes a warning
 MOST_CROPPED = 0.9  # a larger share is refused, unless --plan says otherwise
-LITTLE_USABLE = 0.5  # a smaller share of what a dry bucket has is usable: its lanes are too many
 MUCH_WITHOUT_LOSS = 0.3  # the same for the share of tokens in rows that are repeated
 MOST_WITHOUT_LOSS = 0.9
+LITTLE_USABLE = 0.5  # a smaller share of what a dry bucket has is usable: its lanes are too many
 DRY_WAYS = (
     "shorten the run, give the bucket less weight, allow more passes (max_epochs in the curriculum), or "
     "continue without it once it is dry (--allow-bucket-exhaustion)"

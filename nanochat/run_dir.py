@@ -201,7 +201,7 @@ class Fork(NamedTuple):
         return f"{self.run}@{self.step:,}"
 
 
-# ---- names in checkpoints/ ----------------------------------------------------------------------
+# ---- settings in words ---------------------------------------------------------------------------
 
 
 WIDEST = 50  # maximum number of characters shown of a setting
@@ -282,6 +282,9 @@ def _mixes_of(value: object) -> list[str]:
         parts = [f"{show(weight)} {bucket}" for bucket, weight in phase["mix"].items()]
         mixes.append(" + ".join(parts))
     return mixes
+
+
+# ---- names in checkpoints/ ----------------------------------------------------------------------
 
 
 def checkpoint_folders(run_dir: Path) -> dict[str, Path]:

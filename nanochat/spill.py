@@ -59,9 +59,8 @@ class Spill:
         [self.num_documents] = self._numbers(end - 8, 1).tolist()
         sizes = self._numbers(end - 8 - 8 * self.num_documents, self.num_documents)
         self._starts = np.concatenate([[0], np.cumsum(sizes)])
-        self.readers: set[int] = (
-            set()
-        )  # for each lane that will read on, the number at which it stops
+        # for each lane that will read on, the number at which it stops
+        self.readers: set[int] = set()
 
     def _numbers(self, start: int, count: int) -> np.ndarray:
         return np.frombuffer(os.pread(self._file.fileno(), 8 * count, start), "<i8")
@@ -98,9 +97,8 @@ class Spills:
         if texts is not None:
             return texts
         with self._decoding:  # one group at a time
-            texts = self._read_open(
-                group, numbers, keep
-            )  # another lane may have decoded it meanwhile
+            # another lane may have decoded it meanwhile
+            texts = self._read_open(group, numbers, keep)
             if texts is None:
                 spill = decode()
                 with self._lock:

@@ -81,7 +81,9 @@ DOCUMENTS, TRACED = 20, 200  # matches that --text shows, and that it follows th
 OUTLIER = 4  # robust deviations above the preceding steps
 AROUND = 8  # steps before a spike that define the usual loss of a bucket
 WORST = 3  # rows shown per spike, and documents shown per row
-MOST = 0.9  # if a larger share of a step's rows stands out, they are not the cause of its spike
+NEARLY_ALL = (
+    0.9  # if a larger share of a step's rows stands out, they are not the cause of its spike
+)
 LEGEND = """\
 lane_row: the row's number in its lane; {loss}at: position in the row; tokens: how many are in the row
 off: how many of them have no loss: the first ones after BOS, which an earlier row holds, too, or masked ones
@@ -466,7 +468,7 @@ def print_spike(line: Mapping[str, Any], rows: SpikeRows) -> None:
 def blame(rows: SpikeRows, step: int) -> str:
     """How many rows of a step stand out, and what follows if nearly all do."""
     line = f"rows at least {OUTLIER} robust deviations above their bucket's median: {rows.outliers} of {rows.judged}"
-    if rows.judged > 1 and rows.outliers > MOST * rows.judged:
+    if rows.judged > 1 and rows.outliers > NEARLY_ALL * rows.judged:
         line += (
             f"; the cause is not these rows, but the weights, which an update before step {step:,} damaged: fork from "
             f"before it, with lower rates"

@@ -35,7 +35,14 @@ from typing import Any, NamedTuple, get_args, get_type_hints
 from nanochat.attention import KERNELS, MODES
 from nanochat.checkpoint import SaveSettings
 from nanochat.cli import Decides, Parser, check_bounds, is_off, setting, value_of
-from nanochat.common import DATA_CACHE_GB, Difference, check_shape, open_door, parse_json
+from nanochat.common import (
+    DATA_CACHE_GB,
+    Difference,
+    check_shape,
+    get_dist_info,
+    open_door,
+    parse_json,
+)
 from nanochat.curriculum import Curriculum, CurriculumSettings, load
 from nanochat.files import DATASET_NAME, FORMATS
 from nanochat.gpt import ASPECT_RATIO, HEAD_DIM, GPTConfig
@@ -700,7 +707,16 @@ def inherited_flags(given: Sequence[str]) -> dict[str, Any]:
         mirrored = {} if mirror is None else open_door(MIRROR)(mirror)
         if mirrored:
             return flags_of_run(mirrored)
-    parent, selector = find_run_at(name)
+    try:
+        parent, selector = find_run_at(name)
+    except FileNotFoundError as e:
+        _, rank, local_rank, _ = get_dist_info()
+        is_first_machine = rank == local_rank
+        if is_first_machine:
+            raise
+        raise FileNotFoundError(
+            f"{e}; each machine needs the parent's folder, though not its checkpoints"
+        ) from None
     flags = flags_of_run(config_at(parent, step_in(selector)))
     return {name: value for name, value in flags.items() if name not in OF_ONE_RUN}
 

@@ -23,7 +23,7 @@ from scripts import base_train
 from tests import training
 from tests.crashes import on_rank
 from tests.toy import write_jsonl
-from tests.training import digests, final, state, state_of
+from tests.training import as_flags, digests, final, run_dir, state, state_of
 
 HOST = socket.gethostname()
 STEPS = 60  # long enough for a signal from outside
@@ -80,6 +80,37 @@ def error_of(group):
     text = group.text()
     assert text.count("error: ") == 1 and "Traceback" not in text, text
     return next(line for line in text.splitlines() if "error: " in line).partition("error: ")[2]
+
+
+def test_a_fork_needs_its_parents_settings_on_every_machine_and_its_checkpoints_on_the_first(
+    workplace,
+):
+    short = {**paths(workplace), "leaves": 2, "num_iterations": 6, "save_every": 2}
+    training.succeed(model_tag="parent", **short)
+    machines = [{"NANOCHAT_BASE_DIR": str(base)} for base in (workplace, other(workplace))]
+
+    def fork(**changed):
+        words = as_flags({"fork_from": "parent@4", "model_tag": "child", **changed})
+        return training.launch(base_train.main, [words, words], machines)
+
+    hidden = shutil.ignore_patterns("checkpoints")
+    shutil.copytree(run_dir("parent"), other(workplace) / "runs" / "parent", ignore=hidden)
+    for changed in ({}, {"num_iterations": 8}, {}):  # begins, is extended, has ended
+        group = fork(**changed)
+        assert group.wait() == [0, 0], group.text()
+    assert digests("child", 4)[:2] == digests("parent")[4:]
+    assert len(digests("child", 4)) == 4
+
+
+def test_a_machine_without_the_parent_of_a_fork_says_what_it_needs(workplace, monkeypatch):
+    words = as_flags({"fork_from": "parent@4", "model_tag": "child"})
+    for rank, hint in (("0", False), ("1", True)):
+        monkeypatch.setenv("RANK", rank)
+        monkeypatch.setenv("LOCAL_RANK", "0")
+        monkeypatch.setenv("WORLD_SIZE", "2")
+        with pytest.raises(FileNotFoundError, match="no run 'parent'") as e:
+            base_train.parse_args(words)
+        assert ("each machine needs the parent's folder" in str(e.value)) == hint
 
 
 # ---- torchrun ------------------------------------------------------------------------------------

@@ -29,7 +29,8 @@ A problem does not stop the check of the other files. The exit code is 1 if ther
 Pairs are read in blocks, so memory does not depend on their size. A pair without a manifest.json
 names neither vocabulary nor end-of-document id: ids are checked only if you pass --tokenizer or
 --vocab-size, and the last id of a shards file counts as the end-of-document id (Megatron's files
-may have none, so for them only --tokenizer sets it).
+may have none, so for them only --tokenizer sets it). A folder that scripts.tok_shards has not
+finished is a problem.
 """
 
 import argparse
@@ -59,13 +60,13 @@ from nanochat.common import (
     local_copy,
     table,
 )
-from nanochat.files import walk
+from nanochat.files import MANIFEST_NAME, unfinished, walk
 from nanochat.pins import DATA_MANIFEST, Manifest, is_prepared, read_manifests
 from nanochat.run_dir import CHECKPOINT_NAME, cursor_files, find_run, read_cursors
 from nanochat.run_reader import RunReader
 from nanochat.sources import check, check_own_file
 from nanochat.tokenizer import EOD_HELP, TOKENIZER_HELP, get_tokenizer
-from nanochat.tokens import MANIFEST_NAME, TokenFile, open_tokens, read_manifest, to_offsets
+from nanochat.tokens import TokenFile, open_tokens, read_manifest, to_offsets
 
 SEAL_NAME = "trainer_state.json"
 BLOCK_ENTRIES = 1 << 12
@@ -335,6 +336,8 @@ def check_pairs(
     sizes = ", ".join(f"{number:,} {what}" for what, number in counts.items())
     if counts["documents"]:  # rows have it as the BOS of the next document
         sizes += ", the EOD at the end of each document included"
+    if manifest is not None and not manifest["shards"]:
+        sizes = "no input has documents for this folder"
     yield f"{folder}: {sizes or 'nothing could be read'}"
     if lengths:
         for line in length_table(lengths, args.sequence_len + 1):
@@ -541,6 +544,8 @@ def find_below(path: AnyPath, args: argparse.Namespace) -> list[Check]:
                 checks.append(partial(check_folder, p))
             if not has_pairs:
                 closed.add(p)
+    if problem := unfinished(path, entries):
+        checks.append(partial(report, problem))
     if not pairs and not checks:
         return []
 
@@ -573,6 +578,11 @@ def folder_kind(path: Path) -> tuple[Callable[[Path, tqdm], Iterator[str]] | Non
     if (parent, name) == ("logs", "rows"):
         return check_row_losses, False
     return None, True
+
+
+def report(problem: str, _: tqdm) -> Iterator[str]:
+    """Report a problem that is already known."""
+    yield Problem(problem)
 
 
 def report_dangling(links: Sequence[AnyPath], _: tqdm) -> Iterator[str]:

@@ -255,7 +255,7 @@ def test_shards_without_a_manifest_are_checked_as_far_as_possible(tmp_path, monk
     """Without a manifest, windows may have no overlap, and a window may repeat the end of a
     document."""
     write_pair(tmp_path / "a", [[1, 2], [3, E], [4, E], [4, E]], [0, 0, 0, 1])
-    for name in (".a.bin.x.bin", ".records/a.bin"):  # no shards
+    for name in (".a.bin.x.bin", ".git/a.bin"):  # no shards
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_bytes(b"not a shard")
     code, problems, out = run(tmp_path)

@@ -27,10 +27,11 @@ addition:
 
 A problem does not stop the check of the other files. The exit code is 1 if there is any problem.
 Pairs are read in blocks, so memory does not depend on their size. A pair without a manifest.json
-names neither vocabulary nor end-of-document id: ids are checked only if you pass --tokenizer or
+names neither vocabulary nor end-of-document id: they are those of the tokenizer that training finds
+beside it (OUT/tokenizer), or of --tokenizer. Without a tokenizer, ids are checked only if you pass
 --vocab-size, and the last id of a shards file counts as the end-of-document id (Megatron's files
-may have none, so for them only --tokenizer sets it). A folder that scripts.tok_shards has not
-finished is a problem.
+may have none, so they have none then). A folder that scripts.tok_shards has not finished is a
+problem.
 """
 
 import argparse
@@ -60,7 +61,7 @@ from nanochat.common import (
     local_copy,
     table,
 )
-from nanochat.files import MANIFEST_NAME, unfinished, walk
+from nanochat.files import MANIFEST_NAME, OWN_TOKENIZER, unfinished, walk
 from nanochat.pins import DATA_MANIFEST, Manifest, is_prepared, read_manifests
 from nanochat.run_dir import CHECKPOINT_NAME, cursor_files, find_run, read_cursors
 from nanochat.run_reader import RunReader
@@ -329,6 +330,8 @@ def check_pairs(
     manifest = read_manifest(folder)
     if manifest is not None:
         yield from compare_manifest(folder, manifest, paths, args, whole=whole)
+    elif args.vocab_size is None:
+        args = with_own_tokenizer(folder, args)
     counts, lengths = Counter[str](), Counter[int]()
     for path in paths:
         for problem in check_pair(path, args, counts, lengths, bar):
@@ -342,8 +345,25 @@ def check_pairs(
     if lengths:
         for line in length_table(lengths, args.sequence_len + 1):
             yield f"  {line}"
-    if manifest is None and args.vocab_size is None:
+    if manifest is not None:
+        return
+    if args.vocab_size is None:
         yield "  the vocabulary is unknown: pass --tokenizer or --vocab-size to check the ids"
+    elif args.tokenizer is not None:
+        yield f"  ids checked with the tokenizer {args.tokenizer}, {args.vocab_size:,} tokens"
+
+
+def with_own_tokenizer(folder: AnyPath, args: argparse.Namespace) -> argparse.Namespace:
+    """The arguments with the tokenizer that lies in or above a folder OUT/SPLIT/BUCKET, as in training,
+    if there is one."""
+    place = folder if isinstance(folder, Remote) else folder.absolute()
+    for above in (place, *place.parents[:2]):
+        is_storage = isinstance(above, Remote) and len(above.parts) == 1  # s3:, above all buckets
+        if not is_storage and (above / OWN_TOKENIZER).is_file():
+            own = argparse.Namespace(**vars(args))
+            use_tokenizer(own, str((above / OWN_TOKENIZER).parent))
+            return own
+    return args
 
 
 # ---- checkpoints and cursors --------------------------------------------------------------------
@@ -652,11 +672,17 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     args.fingerprint = args.eod = None
     if args.tokenizer is not None:
-        tokenizer = get_tokenizer(args.tokenizer, eod_token=args.eod_token)
-        args.fingerprint = tokenizer.fingerprint
-        args.eod = tokenizer.get_bos_token_id()
-        args.vocab_size = tokenizer.get_vocab_size()
+        use_tokenizer(args, args.tokenizer)
     return args
+
+
+def use_tokenizer(args: argparse.Namespace, name: str) -> None:
+    """Set what a tokenizer says about ids."""
+    tokenizer = get_tokenizer(name, eod_token=args.eod_token)
+    args.tokenizer = name
+    args.fingerprint = tokenizer.fingerprint
+    args.eod = tokenizer.get_bos_token_id()
+    args.vocab_size = tokenizer.get_vocab_size()
 
 
 def add_receipt_flags(parser: Parser) -> None:

@@ -27,11 +27,10 @@ addition:
 
 A problem does not stop the check of the other files. The exit code is 1 if there is any problem.
 Pairs are read in blocks, so memory does not depend on their size. A pair without a manifest.json
-names neither vocabulary nor end-of-document id: they are those of the tokenizer that training finds
-beside it (OUT/tokenizer), or of --tokenizer. Without a tokenizer, ids are checked only if you pass
---vocab-size, and the last id of a shards file counts as the end-of-document id (Megatron's files
-may have none, so they have none then). A folder that scripts.tok_shards has not finished is a
-problem.
+names neither vocabulary nor end-of-document id: they are those of --tokenizer, else of the
+tokenizer that training finds beside the pair (OUT/tokenizer). Without one, ids are checked only if
+you pass --vocab-size, and the last id of a shards file counts as the end-of-document id (Megatron's
+files may have none). A folder that scripts.tok_shards has not finished is a problem.
 """
 
 import argparse

@@ -604,7 +604,7 @@ def run_main(main: Callable[[], int | None]) -> None:
     """Run a script and exit with the code that `main()` returns. The last line of every script
     calls this. Bad input (ValueError, OSError) becomes one sentence on stderr and exit code 1. The
     script exits quietly if the reader closes the pipe (as with `head`), and with one line after a
-    stop or Ctrl-C. Any other exception is a bug and keeps its traceback."""
+    stop or Ctrl-C, which may name a remedy. Any other exception is a bug and keeps its traceback."""
     for fd in range(3):
         try:
             os.fstat(fd)
@@ -630,8 +630,8 @@ def run_main(main: Callable[[], int | None]) -> None:
     except Stop as e:
         _say(f"stopped: {visible(public(str(e)))}")
         code = 0
-    except KeyboardInterrupt:
-        _say("interrupted")
+    except KeyboardInterrupt as e:
+        _say(": ".join(["interrupted", *map(str, e.args)]))
         code = 130
     sys.exit(code)
 

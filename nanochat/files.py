@@ -29,7 +29,7 @@ import mimetypes
 import os
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePath
 from typing import NamedTuple
@@ -65,6 +65,8 @@ GET_DATA = (
 )
 LIST_BYTES = 64 << 20  # the largest text file that may list addresses
 BUCKET = "data"  # the name of the bucket if there is only one
+MANIFEST_NAME = "manifest.json"  # in a folder of pairs, when all of them are finished
+RECORDS = ".records"  # in a folder of pairs that scripts.tok_shards makes, from the beginning
 OWN_TOKENIZER = "tokenizer/tokenizer.json"  # in a data folder that has its own tokenizer
 
 NOT_DATA = re.compile(  # whatever their kind
@@ -118,8 +120,8 @@ NEVER_DATA = (".md", ".rst", ".yaml", ".yml", ".toml", ".log", ".lock")  # not i
 
 class Entry(NamedTuple):
     """Something below a folder. `kind`: "file"; "hidden", a file whose name begins with a dot;
-    "folder"; or "dangling", a link to something that does not exist. `linked`: it is a link, or
-    below a linked folder."""
+    "folder"; "records", a folder RECORDS, not its files; or "dangling", a link to something that does
+    not exist. `linked`: it is a link, or below a linked folder."""
 
     path: AnyPath
     kind: str
@@ -134,8 +136,11 @@ def walk(folder: AnyPath) -> Iterator[Entry]:
     if isinstance(folder, Remote):
         for file in folder.walk():
             folders = file.relative_to(folder).parts[:-1]
-            if not any(part.startswith(".") for part in folders):
+            hidden = [part for part in folders if part.startswith(".")]
+            if not hidden:
                 yield Entry(file, "hidden" if file.name.startswith(".") else "file")
+            elif hidden == [RECORDS]:
+                yield Entry(file.parent, "records")
         return
     todo = [(folder, frozenset[tuple[int, int]](), False)]
     while todo:
@@ -150,6 +155,8 @@ def walk(folder: AnyPath) -> Iterator[Entry]:
                     if entry.name.startswith("."):
                         if entry.is_file(follow_symlinks=False):
                             yield Entry(place / entry.name, "hidden")
+                        elif entry.name == RECORDS and entry.is_dir():
+                            yield Entry(place / entry.name, "records")
                         continue
                     path, is_linked = place / entry.name, linked or entry.is_symlink()
                     kind = _kind(entry)
@@ -466,6 +473,8 @@ def _list_folder(path: AnyPath, data_format: str, suffixes: Sequence[str]) -> Li
     found = [entry.path for entry in data]
     _check_names(found)
     if ".bin" in suffixes:
+        if problem := unfinished(path, shown):
+            raise ValueError(problem)
         _check_pairs([entry.path for entry in files])
     if not found:
         formats = [
@@ -554,6 +563,23 @@ def _check_names(files: Sequence[AnyPath]) -> None:
             str(file).encode()
         except UnicodeEncodeError:
             raise ValueError(f"{file}: its name is not UTF-8; rename it") from None
+
+
+def unfinished(folder: AnyPath, entries: Iterable[Entry]) -> str:
+    """A sentence about token files below a folder that scripts.tok_shards has begun and not
+    finished: what is missing, and the remedy. "" if there are none."""
+    entries = list(entries)
+    begun = {entry.path.parent for entry in entries if entry.kind == "records"}
+    finished = {entry.path.parent for entry in entries if entry.path.name == MANIFEST_NAME}
+    missing = sorted(begun - finished)
+    if not missing:
+        return ""
+    upload = " and upload the rest" if isinstance(folder, Remote) else ""
+    return (
+        f"{folder}: scripts.tok_shards has not finished it: {MANIFEST_NAME} is missing in {len(missing):,} of "
+        f"{counted(len(begun), 'folder')} ({few(missing, folder)}); run the same command again (with --num-tasks, "
+        f"every task and then --finish){upload}, or delete {RECORDS} in these folders to use the files that are there"
+    )
 
 
 def _check_pairs(files: Sequence[AnyPath]) -> None:

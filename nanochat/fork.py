@@ -62,6 +62,8 @@ from nanochat.pins import (
     Manifest,
     Manifests,
     bare,
+    contents_of,
+    keep_groups,
     leave_out,
     pins_of,
     read_manifests,
@@ -374,7 +376,7 @@ def files_of_fork(parent: Parent, settings: Settings) -> Manifests:
     evaluated = []  # the files of validation, which are no training data
     if val and settings.val_fraction == 0:
         entries = [entry for manifest in val.values() for entry in manifest["files"]]
-        evaluated = [pins_of(entry) for entry in entries]
+        evaluated = [contents_of(entry) for entry in entries]
         # with a validation file, all others are for training
         file = Path(next(iter(val.values()))["root"], entries[0]["name"])
         settings = replace(settings, val_path=str(file))
@@ -382,11 +384,11 @@ def files_of_fork(parent: Parent, settings: Settings) -> Manifests:
     train: dict[str, Manifest] = {}
     for bucket, manifest in pinned["train"].items():
         theirs = parent.manifests["train"].get(bucket)
-        files = [entry for entry in manifest["files"] if pins_of(entry) not in evaluated]
+        files = [entry for entry in manifest["files"] if contents_of(entry) not in evaluated]
         names = {entry["name"] for entry in files}
         # what the parent trains on stays, even if it is a copy of a validation file
         for entry in theirs["files"] if theirs is not None else ():
-            is_copy = pins_of(entry) in evaluated and entry["name"] not in names
+            is_copy = contents_of(entry) in evaluated and entry["name"] not in names
             if is_copy and (as_path(manifest["root"]) / entry["name"]).exists():
                 files.append(entry)
                 names.add(entry["name"])
@@ -421,6 +423,7 @@ def _joined(
                 f"--data-path: {entry['name']} is missing in {manifest['root']}, and {run} reads it; a fork "
                 f"may add files, or read none of its parent's"
             )
+        own = keep_groups(own, entry)
         if pins_of(own) != pins_of(entry):
             raise ValueError(
                 f"{manifest['root']}/{entry['name']}: {run} read another file of this name{place}; name that one "

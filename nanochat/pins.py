@@ -18,6 +18,10 @@ the commit, and each file's SHA-256 is known without reading it.
 file. Its pin also holds "parquet", the file that is read instead. That is a place on one machine:
 where it does not exist, it is prepared again, and compared.
 
+**Token files** have groups and an estimate of tokens in the manifest.json beside them, if there is
+one when the run begins. They decide the order of documents, but are no bytes of the files: the run
+keeps those that it began with (`keep_groups`), whether that manifest.json appears, changes or goes.
+
 **Fingerprint.** A hash of the contents of a bucket's files, wherever they are. It is part of every
 checkpoint: a run resumes only with the same data.
 """
@@ -126,6 +130,18 @@ def contents_of(entry: Pin) -> tuple[int, str]:
     return entry["size"], entry["footer"] if entry["footer"] != UNKNOWN else entry["name"]
 
 
+def keep_groups(pin: Pin, old: Pin) -> Pin:
+    """The present pin of a pair of token files with the groups and the estimate of an older pin of
+    the same bytes; the pin of any other file as it is."""
+    if not old["name"].endswith(".bin") or contents_of(pin) != contents_of(old):
+        return pin
+    kept = pin.copy()
+    kept["groups"] = old["groups"]
+    if "tokens" in old:
+        kept["tokens"] = old["tokens"]
+    return kept
+
+
 def fingerprint(manifest: Manifest) -> str:
     """A hash of the contents of a manifest's files, independent of their location, and of the
     options that select their documents."""
@@ -151,7 +167,10 @@ class FileGaps(NamedTuple):
             return f"{self.differ[0]} differs"
         if self.renamed:
             return f"{self.renamed[0]} there"
-        return "other documents of the same files (a list, or an option that selects them)"
+        return (
+            "other documents of the same files, or in another order (a list, an option that selects them, or the "
+            "manifest.json of token files)"
+        )
 
 
 def compare_files(a: Manifests, b: Manifests) -> FileGaps:

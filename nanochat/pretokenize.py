@@ -22,8 +22,10 @@ pair is made again.
 
 The names and bytes of pairs and manifests depend only on RAW, the tokenizer and the arguments, so
 two processes may make the same pair. A manifest appears when all its pairs exist, and is deleted
-before one of them is made again. An input that cannot be read to its end has no pair. A batch in
-memory ends at 256 documents or two million characters.
+before one of them is made again. All folders of records exist before the first pair, so a folder
+with records and without a manifest is unfinished, and training refuses it (`files.unfinished`). An
+input that cannot be read to its end has no pair. A batch in memory ends at 256 documents or two
+million characters.
 
 Rejected: converting jsonl to parquet first, as training from text does. The text would be written
 once more.
@@ -65,14 +67,13 @@ from nanochat.common import (
     remove_leftovers,
     write_json,
 )
-from nanochat.files import MAGICS
+from nanochat.files import MAGICS, MANIFEST_NAME, RECORDS
 from nanochat.text import ALL, Selection, Skipped, read_footer, text_suffix
 from nanochat.text_kinds import no_document, read_documents
 from nanochat.tokenizer import CannotEncode, Tokenizer, get_tokenizer
 from nanochat.tokens import (
     DTYPES,
     HEADERS,
-    MANIFEST_NAME,
     RECORD_SHAPE,
     TokenFile,
     new_manifest,
@@ -86,7 +87,7 @@ log = logging.getLogger(__name__)
 BATCH_DOCUMENTS, BATCH_CHARS = 256, 2_000_000  # a batch of texts ends at either limit
 MAX_SEQUENCE = 2**31 - 1  # ids of a sequence in Megatron's format
 MAX_PREFIX = 2**16 - 1  # the index stores prefixes as uint16
-RECORDS, TOKENIZER = ".records", "tokenizer"  # folders beside the pairs, and beside the splits
+TOKENIZER = "tokenizer"  # the folder beside the splits
 Record = dict[str, Any]
 RECORDED = {
     "made_with": dict,
@@ -656,7 +657,8 @@ class Pretokenizer:
                 )
 
     def finish(self) -> list[Input]:
-        """Write the manifest of each bucket whose pairs are all finished.
+        """Write the manifest of each bucket whose pairs are all finished, if only to say that it has
+        none, and delete the folders of buckets that have no input any more.
 
         Returns the unfinished inputs.
         """
@@ -669,8 +671,10 @@ class Pretokenizer:
             if record is None:
                 unfinished.append(i)
                 incomplete.add(folder)
-            elif record["shard"]["entries"]:
-                buckets.setdefault(folder, {})[i.stem] = record["shard"]
+                continue
+            shards = buckets.setdefault(folder, {})
+            if record["shard"]["entries"]:
+                shards[i.stem] = record["shard"]
 
         arguments = asdict(self.windows) | self.selection.named()
         arguments.pop("text_field", None)
@@ -685,6 +689,11 @@ class Pretokenizer:
                 )
                 write_json(folder / MANIFEST_NAME, manifest, sort_keys=True)
         self.clean_up()
+        for records in self.output.glob(f"*/*/{RECORDS}"):
+            if records.parent not in buckets.keys() | incomplete:
+                with contextlib.suppress(OSError):  # it holds something else
+                    records.rmdir()
+                    records.parent.rmdir()
         return unfinished
 
     def clean_up(self, **kwargs: float) -> None:

@@ -46,7 +46,7 @@ from nanochat.common import (
     read_json,
 )
 from nanochat.config import REMOVED, Settings, fields_of, flag
-from nanochat.files import data_at
+from nanochat.files import MANIFEST_NAME, data_at
 from nanochat.pins import Manifest, Pin, is_prepared, pins_of
 from nanochat.run_dir import read_cursors
 from nanochat.run_order import stream_config
@@ -325,6 +325,11 @@ def compare_file(pair: tuple[FileLine, Pin], root: AnyPath, remedy: str) -> File
             raise ValueError(
                 f"{path}: the receipt is of a run that older code began, which pinned text that is not "
                 f"parquet differently; verify it with the code that wrote it"
+            )
+        if same_bytes and path.suffix == ".bin":
+            raise ValueError(
+                f"{path}: its bytes are those of the receipt, but not the {MANIFEST_NAME} beside it, which decides the "
+                f"order of documents; restore the one that the run began with, or if there was none, move it away"
             )
         raise ValueError(f"{problem}, so the run was trained on a different file; {remedy}")
     return now

@@ -45,6 +45,7 @@ from nanochat.pins import (
     counts_and_means,
     fingerprint,
     is_prepared,
+    keep_groups,
     not_pinned_yet,
     place_of,
 )
@@ -536,7 +537,7 @@ def _compare(old_manifest: Manifest, manifest: Manifest) -> list[Pin]:
         is_same_bytes = "sha256" in version and version["sha256"] == old.get("sha256")
         if (is_same_object or is_same_bytes) and place.suffix == ".parquet":
             return old  # the object has not changed, so neither has its footer
-        new = pin(place, old["name"], field)
+        new = keep_groups(pin(place, old["name"], field), old)
         compared = ["size", "footer", "groups", "tokens"]
         if is_same_place:
             compared.append("etag")

@@ -120,7 +120,7 @@ class TokenSource(Source):
     def is_sized_by_text(self, group: int) -> bool:
         """True of shards made from whole documents: a run reads them in the order of the text."""
         file, _ = self.file_of(group)
-        return "text_bytes" in (self._pair(file).record or {})
+        return self.manifest["files"][file].get("tokens") != self._pair(file).num_tokens
 
     def lengths(self, group: int, numbers: np.ndarray) -> tuple[list[int], list[int]]:
         """Reads no ids unless the index does not show where documents end."""

@@ -59,7 +59,7 @@ from nanochat.common import (
     local_copy,
     read_json,
 )
-from nanochat.files import MAGICS
+from nanochat.files import MAGICS, MANIFEST_NAME
 from nanochat.pins import Pin
 from nanochat.text import text_tokens
 
@@ -565,7 +565,6 @@ def to_offsets(lengths: np.ndarray) -> np.ndarray:
 
 # ---- the manifest of a folder -------------------------------------------------------------------
 
-MANIFEST_NAME = "manifest.json"
 MANIFEST_FORMAT = "nanochat-shards"
 MANIFEST_VERSION = 1
 MANIFEST_SHAPE = {

@@ -40,11 +40,10 @@ from tqdm import tqdm
 
 from nanochat.cli import Parser, run_main
 from nanochat.common import as_local_path, counted, hash_file, write_json
-from nanochat.files import check_format, data_at, find_files
+from nanochat.files import MANIFEST_NAME, check_format, data_at, find_files
 from nanochat.pretokenize import WRITERS
 from nanochat.tokens import (
     DTYPES,
-    MANIFEST_NAME,
     TokenFile,
     new_manifest,
     open_tokens,

@@ -306,7 +306,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 0 if good else 1
         except KeyboardInterrupt:
             job.clean_up(fresh_s=0)  # leftovers of the workers, which have exited
-            raise
+            raise KeyboardInterrupt(
+                f"{args.output_dir} is not finished; the same command resumes"
+            ) from None
 
 
 if __name__ == "__main__":

@@ -27,9 +27,10 @@ addition:
 
 A problem does not stop the check of the other files. The exit code is 1 if there is any problem.
 Pairs are read in blocks, so memory does not depend on their size. A pair without a manifest.json
-names neither vocabulary nor end-of-document id: ids are checked only if you pass --tokenizer or
---vocab-size, and the last id of a shards file counts as the end-of-document id (Megatron's files
-may have none, so for them only --tokenizer sets it).
+names neither vocabulary nor end-of-document id: they are those of --tokenizer, else of the
+tokenizer that training finds beside the pair (OUT/tokenizer). Without one, ids are checked only if
+you pass --vocab-size, and the last id of a shards file counts as the end-of-document id (Megatron's
+files may have none). A folder that scripts.tok_shards has not finished is a problem.
 """
 
 import argparse
@@ -59,13 +60,13 @@ from nanochat.common import (
     local_copy,
     table,
 )
-from nanochat.files import walk
+from nanochat.files import MANIFEST_NAME, OWN_TOKENIZER, unfinished, walk
 from nanochat.pins import DATA_MANIFEST, Manifest, is_prepared, read_manifests
 from nanochat.run_dir import CHECKPOINT_NAME, cursor_files, find_run, read_cursors
 from nanochat.run_reader import RunReader
 from nanochat.sources import check, check_own_file
 from nanochat.tokenizer import EOD_HELP, TOKENIZER_HELP, get_tokenizer
-from nanochat.tokens import MANIFEST_NAME, TokenFile, open_tokens, read_manifest, to_offsets
+from nanochat.tokens import TokenFile, open_tokens, read_manifest, to_offsets
 
 SEAL_NAME = "trainer_state.json"
 BLOCK_ENTRIES = 1 << 12
@@ -328,6 +329,8 @@ def check_pairs(
     manifest = read_manifest(folder)
     if manifest is not None:
         yield from compare_manifest(folder, manifest, paths, args, whole=whole)
+    elif args.vocab_size is None:
+        args = with_own_tokenizer(folder, args)
     counts, lengths = Counter[str](), Counter[int]()
     for path in paths:
         for problem in check_pair(path, args, counts, lengths, bar):
@@ -335,12 +338,31 @@ def check_pairs(
     sizes = ", ".join(f"{number:,} {what}" for what, number in counts.items())
     if counts["documents"]:  # rows have it as the BOS of the next document
         sizes += ", the EOD at the end of each document included"
+    if manifest is not None and not manifest["shards"]:
+        sizes = "no input has documents for this folder"
     yield f"{folder}: {sizes or 'nothing could be read'}"
     if lengths:
         for line in length_table(lengths, args.sequence_len + 1):
             yield f"  {line}"
-    if manifest is None and args.vocab_size is None:
+    if manifest is not None:
+        return
+    if args.vocab_size is None:
         yield "  the vocabulary is unknown: pass --tokenizer or --vocab-size to check the ids"
+    elif args.tokenizer is not None:
+        yield f"  ids checked with the tokenizer {args.tokenizer}, {args.vocab_size:,} tokens"
+
+
+def with_own_tokenizer(folder: AnyPath, args: argparse.Namespace) -> argparse.Namespace:
+    """The arguments with the tokenizer that lies in or above a folder OUT/SPLIT/BUCKET, as in training,
+    if there is one."""
+    place = folder if isinstance(folder, Remote) else folder.absolute()
+    for above in (place, *place.parents[:2]):
+        is_storage = isinstance(above, Remote) and len(above.parts) == 1  # s3:, above all buckets
+        if not is_storage and (above / OWN_TOKENIZER).is_file():
+            own = argparse.Namespace(**vars(args))
+            use_tokenizer(own, str((above / OWN_TOKENIZER).parent))
+            return own
+    return args
 
 
 # ---- checkpoints and cursors --------------------------------------------------------------------
@@ -541,6 +563,8 @@ def find_below(path: AnyPath, args: argparse.Namespace) -> list[Check]:
                 checks.append(partial(check_folder, p))
             if not has_pairs:
                 closed.add(p)
+    if problem := unfinished(path, entries):
+        checks.append(partial(report, problem))
     if not pairs and not checks:
         return []
 
@@ -573,6 +597,11 @@ def folder_kind(path: Path) -> tuple[Callable[[Path, tqdm], Iterator[str]] | Non
     if (parent, name) == ("logs", "rows"):
         return check_row_losses, False
     return None, True
+
+
+def report(problem: str, _: tqdm) -> Iterator[str]:
+    """Report a problem that is already known."""
+    yield Problem(problem)
 
 
 def report_dangling(links: Sequence[AnyPath], _: tqdm) -> Iterator[str]:
@@ -642,11 +671,17 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     args.fingerprint = args.eod = None
     if args.tokenizer is not None:
-        tokenizer = get_tokenizer(args.tokenizer, eod_token=args.eod_token)
-        args.fingerprint = tokenizer.fingerprint
-        args.eod = tokenizer.get_bos_token_id()
-        args.vocab_size = tokenizer.get_vocab_size()
+        use_tokenizer(args, args.tokenizer)
     return args
+
+
+def use_tokenizer(args: argparse.Namespace, name: str) -> None:
+    """Set what a tokenizer says about ids."""
+    tokenizer = get_tokenizer(name, eod_token=args.eod_token)
+    args.tokenizer = name
+    args.fingerprint = tokenizer.fingerprint
+    args.eod = tokenizer.get_bos_token_id()
+    args.vocab_size = tokenizer.get_vocab_size()
 
 
 def add_receipt_flags(parser: Parser) -> None:

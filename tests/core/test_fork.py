@@ -495,6 +495,22 @@ def test_a_fork_keeps_the_list_of_token_files_that_its_parent_names(workplace):
     assert record["fork"]["changes"].keys() == {"num_iterations"}
 
 
+def test_files_join_token_files_whose_manifests_are_new_and_validation_stays(workplace):
+    """Regression: the parent "read another file" of each name, with the same bytes."""
+    training.write_buckets(workplace, {"web": 96, "held": 96}, whole=0)
+    plain = shutil.ignore_patterns(".records", "manifest.json")
+    out, whole = workplace / "late", workplace / "whole/train"
+    shutil.copytree(whole, out, ignore=plain)
+    data = {"data_format": "shards", "data_path": out, "tokenizer": workplace / "tokenizer"}
+    training.succeed(model_tag="early", num_iterations=2, val_path=out / "held", **data)
+    for manifest in whole.glob("*/manifest.json"):
+        shutil.copy(manifest, out / manifest.parent.name)
+    shutil.copytree(workplace / "whole/val/web", out / "new")
+    fork(step=1, parent="early", num_iterations=3, data_path=out)
+    assert files_of("early") == ["web/0.bin", "web/1.bin"]
+    assert files_of("child") == ["web/0.bin", "web/1.bin", "new/2.bin"]
+
+
 @pytest.mark.parametrize("make_copy", [shutil.copy, Path.symlink_to])
 def test_a_validation_file_may_be_a_copy_of_a_training_file(workplace, caplog, make_copy):
     """Regression: a fork whose data is named missed the training file, which was held out."""

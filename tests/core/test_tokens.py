@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from nanochat.common import read_json, write_json
 from nanochat.pretokenize import MegatronWriter, ShardWriter
 from nanochat.sources import open_source, scan
 from nanochat.tokens import MappedReader, TokenFile, open_tokens, read_manifest
@@ -414,6 +415,18 @@ def test_a_source_reads_only_the_documents_that_are_asked_for(tmp_path, monkeypa
         [len(documents[number]) + 1 for number in numbers],
         [0] * len(numbers),
     )
+
+
+def test_a_source_is_sized_as_when_its_files_were_pinned(tmp_path):
+    """Regression: the manifest.json of the moment decided, though a run keeps its groups."""
+    write_folder(tmp_path, {"a": ([[1, 2, E]] * 3, None)})
+    before = scan(tmp_path, [tmp_path / "a.bin"])
+    manifest = read_json(tmp_path / "manifest.json")
+    manifest["shards"]["a"]["text_bytes"] = 400
+    write_json(tmp_path / "manifest.json", manifest)
+    after = scan(tmp_path, [tmp_path / "a.bin"])
+    sized = [open_source(pinned, Tokenizer()).is_sized_by_text(0) for pinned in (before, after)]
+    assert sized == [False, True]
 
 
 def test_a_bin_without_an_index_names_the_conversion_of_nanogpts_files(tmp_path):

@@ -4,12 +4,13 @@ changed after it started, and documents can be left out of its targets."""
 import json
 import os
 import re
+import shutil
 from contextlib import closing
 
 import numpy as np
 import pytest
 
-from nanochat import tokens
+from nanochat import sources, tokens
 from nanochat.order import StreamConfig
 from nanochat.pins import leave_out
 from nanochat.stream import Stream
@@ -135,6 +136,42 @@ def test_sampled_blocks_show_at_the_start_a_change_in_any_part_of_a_token_file(s
     manifest.write_text(json.dumps(pinned))
     succeed(**settings, num_iterations=6)
     assert sorted(steps()) == list(range(6))
+
+
+@pytest.mark.parametrize("late", [True, False], ids=["manifests appear", "manifests vanish"])
+def test_a_run_on_token_files_keeps_the_order_that_it_began_with(
+    shards, tmp_path, late, monkeypatch
+):
+    """Regression: an error said that files had changed in which no byte had."""
+    monkeypatch.setattr(sources, "SMALL_TOKENS", -1)  # shuffled by group
+    settings, folder, _ = shards
+    for records in folder.rglob(".records"):
+        shutil.rmtree(records)
+    paths = {path: tmp_path / path.parent.parent.name for path in folder.rglob("manifest.json")}
+
+    def move(there):
+        for path, away in paths.items():
+            if path.exists() != there:
+                os.rename(*((away, path) if there else (path, away)))
+
+    for tag, there in (("with", True), ("without", False)):
+        move(there)
+        succeed(model_tag=tag, **settings, num_iterations=8)
+    for there, number in ((not late, 4), (late, 8)):
+        move(there)
+        succeed(**settings, num_iterations=number)
+    began_like, other = ("without", "with") if late else ("with", "without")
+    assert training.digests() == training.digests(began_like) != training.digests(other)
+    assert verify.main([str(run_dir())]) == 0
+
+
+def test_a_run_begins_on_no_folder_that_tok_shards_has_not_finished(shards):
+    """Regression: it trained on the files that were there."""
+    settings, folder, _ = shards
+    (folder / "val/data/manifest.json").unlink()
+    error = refuse(**settings)
+    assert "manifest.json is missing in 1 of 2 folders (val/data)" in error
+    assert not run_dir().exists()
 
 
 def test_verify_of_a_run_reads_its_token_files(shards, capsys, monkeypatch):

@@ -190,6 +190,21 @@ def test_the_file_with_one_changed_word_is_named(work):
     assert refused(work).startswith(f"{path}: missing, but the receipt lists it")
 
 
+def test_a_copy_of_token_files_without_the_runs_manifests_is_named_as_such(tmp_path, monkeypatch):
+    """Regression: the run was "trained on a different file", with the same bytes."""
+    with training.workplace(tmp_path, **{**RUN, "num_iterations": 2}):
+        training.write_buckets(tmp_path, {"web": 30}, shards=0)
+        succeed(data_path=tmp_path / "shards", data_format="shards")
+        assert command(receipt.main, "run", f"--out={tmp_path / 'r.json'}").code == 0
+        manifest = tmp_path / "shards/train/web/manifest.json"
+        manifest.rename(tmp_path / "manifest.json")
+        shutil.rmtree(manifest.parent / ".records")
+        sentence = refused(tmp_path, data="shards")
+        assert "its bytes are those of the receipt, but not the manifest.json beside it" in sentence
+        (tmp_path / "manifest.json").rename(manifest)
+        verified(tmp_path, data="shards")
+
+
 def test_another_tokenizer_and_bad_receipts_are_one_sentence(work):
     RustBPETokenizer.train_from_iterator(texts(100, seed=7), 300).save(work / "other")
     sentence = refused(work, f"--tokenizer={work / 'other'}")

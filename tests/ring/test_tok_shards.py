@@ -15,11 +15,15 @@ import pytest
 from nanochat import common
 from nanochat.common import hash_file
 from nanochat.files import data_at
+from nanochat.integrations.megatron_order import find_pairs
+from nanochat.pretokenize import Pretokenizer
+from nanochat.splits import pin_files
 from nanochat.text import Selection
 from nanochat.tokenizer import RustBPETokenizer
 from nanochat.tokens import open_tokens, read_manifest
-from scripts import tok_shards
+from scripts import tok_shards, verify
 from tests import crashes
+from tests.finished import command
 from tests.token_files import fresh_ids
 from tests.toy import some_texts, tree, write_jsonl, write_parquet
 from tests.training import PATIENCE_S, wait_for
@@ -243,6 +247,119 @@ def test_an_overlap_above_half_of_a_window_is_clamped_with_a_warning(
     assert tree(tmp_path / "clamped") == tree(tmp_path / "half")
 
 
+# ---- unfinished ----------------------------------------------------------------------------------
+
+
+def refusal(out, data_format="shards"):
+    """Why a new run does not read a folder, "" if it does; verify says the same."""
+    problems = re.findall("PROBLEM (.*)", command(verify.main, out).out)
+    try:
+        pin_files(out, data_format=data_format)
+    except ValueError as e:
+        assert problems == [str(e)]
+        return str(e)
+    assert not problems
+    return ""
+
+
+def lose_an_input(raw, out, tokenizer, name, *more):
+    """One input fails, and all others are finished."""
+    whole = (raw / name).read_bytes()
+    (raw / name).write_bytes(whole[:-40])
+    assert run(raw, out, tokenizer, *more) == 1
+    (raw / name).write_bytes(whole)
+
+
+def lose_a_bucket(raw, out, tokenizer, monkeypatch):
+    """Killed before the first file of the bucket web."""
+    make = Pretokenizer.make
+
+    def stop(job, i):
+        if i.bucket == "web":
+            raise KeyboardInterrupt
+        return make(job, i)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Pretokenizer, "make", stop)
+        run(raw, out, tokenizer)
+
+
+WAYS = {
+    "a file for training": (
+        lambda *a, **_: lose_an_input(*a, "web/1.jsonl.gz"),
+        "1 of 4 folders (train/web)",
+    ),
+    "validation": (
+        lambda *a, **_: lose_an_input(*a, "code/deep/1.parquet"),
+        "1 of 4 folders (val/code)",
+    ),
+    "a bucket": (lose_a_bucket, "4 of 4 folders (train/code, train/web, val/code and 1 more)"),
+    "a task": (
+        lambda *a, **_: run(*a, "--num-tasks=2", "--task-index=1"),
+        "4 of 4 folders (train/code, train/web, val/code and 1 more)",
+    ),
+    "the end of a task": (
+        lambda *a, **_: run(*a, "--num-tasks=2") or run(*a, "--finish"),
+        "2 of 4 folders (train/web, val/code)",
+    ),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_training_and_verify_refuse_what_it_has_not_finished(
+    raw, tmp_path, tokenizer, way, monkeypatch
+):
+    """Regression: half a set was "all good", and runs trained on it."""
+    out = tmp_path / "out"
+    lose, words = WAYS[way]
+    lose(raw, out, tokenizer, monkeypatch=monkeypatch)
+    error = refusal(out)
+    assert error.startswith(f"{out}: scripts.tok_shards has not finished it: manifest.json is ")
+    assert f"missing in {words}; run the same command again" in error
+    assert run(raw, out, tokenizer) == 0
+    assert refusal(out) == ""
+
+
+def test_unfinished_pairs_of_megatrons_format_are_refused(raw, tmp_path, tokenizer):
+    out, megatron = tmp_path / "out", ("--format=megatron", "--max-length=0")
+    lose_an_input(raw, out, tokenizer, "web/1.jsonl.gz", *megatron)
+    assert "1 of 4 folders (train/web)" in refusal(out, "megatron")
+    with pytest.raises(ValueError, match="has not finished it"):
+        find_pairs(out, None, "1")
+    assert run(raw, out, tokenizer, *megatron) == 0
+    assert refusal(out, "megatron") == ""
+
+
+def test_unfinished_files_are_used_without_their_records_and_so_is_a_plain_copy(
+    raw, tmp_path, tokenizer
+):
+    out = tmp_path / "out"
+    lose_an_input(raw, out, tokenizer, "web/1.jsonl.gz")
+    shutil.rmtree(out / "train/web/.records")
+    assert refusal(out) == ""
+    plain = shutil.ignore_patterns(".records", "manifest.json")
+    shutil.copytree(out, tmp_path / "copy", ignore=plain)
+    assert refusal(tmp_path / "copy") == ""
+
+
+def test_a_bucket_whose_files_are_all_too_small_to_validate_is_finished(tmp_path, tokenizer):
+    for name, count in (("small/a", 10), ("web/b", 60)):
+        write_jsonl(tmp_path / "raw" / f"{name}.jsonl", some_texts(count))
+    out = tmp_path / "out"
+    assert run(tmp_path / "raw", out, tokenizer, "--val-fraction=0.05") == 0
+    assert not list(out.glob("val/small/*.bin")) and refusal(out) == ""
+
+
+def test_a_bucket_that_left_the_input_before_it_was_begun_leaves_nothing_unfinished(
+    raw, tmp_path, tokenizer, monkeypatch
+):
+    out = tmp_path / "out"
+    lose_a_bucket(raw, out, tokenizer, monkeypatch)
+    shutil.rmtree(raw / "web")
+    assert run(raw, out, tokenizer) == 0
+    assert refusal(out) == "" and not list(out.glob("*/web"))
+
+
 # ---- killed --------------------------------------------------------------------------------------
 
 
@@ -318,8 +435,8 @@ def has_ended(pid):
 @pytest.mark.parametrize(
     "num_workers, signum, target, code, words",
     [
-        (1, signal.SIGTERM, "command", 130, "interrupted"),
-        (2, signal.SIGINT, "all", 130, "interrupted"),
+        (1, signal.SIGTERM, "command", 130, "out is not finished; the same command resumes"),
+        (2, signal.SIGINT, "all", 130, "out is not finished; the same command resumes"),
         (2, signal.SIGKILL, "command", -9, ""),
         (2, signal.SIGKILL, "worker", 1, "failed: a/slow0.jsonl: a worker process was killed"),
     ],

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from nanochat.common import counted
 from nanochat.run_dir import delete_checkpoint, keep_cursors, pack_cursors
+from nanochat.tokenizer import RustBPETokenizer
 from scripts import verify
 from tests.checkpoints import files_of, reseal
 from tests.finished import command
@@ -24,7 +25,7 @@ from tests.token_files import (
     write_megatron,
     write_pair,
 )
-from tests.toy import examples
+from tests.toy import examples, some_texts
 from tests.training import run_dir
 
 # Two documents, one in two windows with an overlap of 1; one more document.
@@ -255,7 +256,7 @@ def test_shards_without_a_manifest_are_checked_as_far_as_possible(tmp_path, monk
     """Without a manifest, windows may have no overlap, and a window may repeat the end of a
     document."""
     write_pair(tmp_path / "a", [[1, 2], [3, E], [4, E], [4, E]], [0, 0, 0, 1])
-    for name in (".a.bin.x.bin", ".records/a.bin"):  # no shards
+    for name in (".a.bin.x.bin", ".git/a.bin"):  # no shards
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_bytes(b"not a shard")
     code, problems, out = run(tmp_path)
@@ -278,6 +279,22 @@ def test_shards_without_a_manifest_are_checked_as_far_as_possible(tmp_path, monk
         [f"{tmp_path}/a.bin: entry 0 (2 ids) has the end-of-document id {E} inside it"],
         [f"{tmp_path}/c.bin: entry 1 (1 ids) ends a document without the end-of-document id {E}"],
     ]
+
+
+def test_shards_without_a_manifest_are_checked_with_the_tokenizer_beside_them(tmp_path):
+    """Regression: the vocabulary was unknown, although training finds it there."""
+    tokenizer = RustBPETokenizer.train_from_iterator(some_texts(50), 280)
+    tokenizer.save(tmp_path / "tokenizer")
+    eod = tokenizer.get_bos_token_id()
+    path = tmp_path / "train/web/a"
+    write_pair(path, [[1, eod], [280, eod]], vocab_size=300)
+    for place in (tmp_path, path.parent, f"{path}.bin"):
+        code, problems, out = run(place)
+        assert (code, problems) == (
+            1,
+            [f"{path}.bin: entry 1 (2 ids) has ids outside the vocabulary of 280"],
+        )
+        assert f"ids checked with the tokenizer {tmp_path}/tokenizer, 280 tokens" in out
 
 
 # ---- checkpoints ---------------------------------------------------------------------------------

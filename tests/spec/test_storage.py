@@ -108,6 +108,21 @@ def test_a_storage_of_one_class_gives_the_documents_of_a_folder(tmp_path, write,
     assert there == here and len(here[2]) >= 20
 
 
+def test_unfinished_token_files_are_refused_in_a_storage_too(tmp_path):
+    """Regression: training began on those that were there."""
+    write_tokens(tmp_path / "data")
+    (tmp_path / "data/web/.records").mkdir()
+    (tmp_path / "data/web/.records/a.json").touch()
+    keep(tmp_path / "data")
+    missing = (
+        r"^kept://data: .*manifest.json is missing in 1 of 1 folder \(web\); .* upload the rest"
+    )
+    with pytest.raises(ValueError, match=missing):
+        list_files(data_at("kept://data"), "shards")
+    STORED["kept://data/web/manifest.json"] = b""
+    assert len(list_files(data_at("kept://data"), "shards").data) == 1
+
+
 def test_a_path_keeps_its_slashes_and_parts():
     path = as_path("kept://data") / "web" / "a.parquet"
     assert (str(path), path.name, path.suffix) == (

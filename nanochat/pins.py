@@ -27,7 +27,7 @@ checkpoint: a run resumes only with the same data.
 """
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple, NotRequired, TypedDict
 
@@ -303,12 +303,41 @@ def _parse_line(
     return Listed(name, int(row))
 
 
-VERSION_LINE = re.compile(r"# of (?P<name>.+), version (?P<footer>\w+)")
+# in a list of documents, the version of a file: "of" one that has some of them; "searched" if all of
+# its documents were searched, even if none is listed
+VERSION_LINE = re.compile(r"\s*# (?P<what>of|searched) (?P<name>.+), version (?P<footer>\w+)\s*")
 
 
-def version_line(entry: Pin) -> str:
-    """A line of a list of documents that says which version of a file they are in."""
-    return f"# of {entry['name']}, version {entry['footer']}"
+def version_line(what: str, name: str, footer: str) -> str:
+    """A `VERSION_LINE`."""
+    return f"# {what} {name}, version {footer}"
+
+
+def searched_in(lines: Iterable[str]) -> set[str]:
+    """The names of the files that were searched for a list of documents. Lists that were not made by
+    a search name none, and neither do those of older code."""
+    stated = map(VERSION_LINE.fullmatch, lines)
+    return {line["name"] for line in stated if line and line["what"] == "searched"}
+
+
+def not_searched(buckets: Mapping[str, Manifest], list_path: AnyPath | str) -> list[str]:
+    """The names of the training files that were not searched for a list of documents; none if the
+    list does not say which were, or no longer exists."""
+    try:
+        lines = local_copy(as_path(list_path)).read_text().splitlines()
+    except FileNotFoundError:
+        return []
+    searched = searched_in(lines)
+    return [name for name in versions_of(buckets) if searched and name not in searched]
+
+
+def versions_of(buckets: Mapping[str, Manifest]) -> dict[str, str]:
+    """{name: footer} of the files of all buckets; of two with the same name, that of the first."""
+    versions: dict[str, str] = {}
+    for manifest in buckets.values():
+        for entry in manifest["files"]:
+            versions.setdefault(entry["name"], entry["footer"])
+    return versions
 
 
 def leave_out(
@@ -316,19 +345,18 @@ def leave_out(
 ) -> dict[str, Manifest]:
     """Turn off the targets of the documents that a text file lists: the training manifests get
     "without": {file: numbers of documents}, where None means all of them. Blank lines and lines
-    that begin with # are skipped, but for `version_line`s. ValueError names a line without a valid
+    that begin with # are skipped, but for each `VERSION_LINE`. ValueError names a line without a valid
     document, such as one of the validation files `val`, and a file that is another version than the
     list's."""
     counts: dict[str, int] = {}
     bucket_of: dict[str, str] = {}  # the first bucket with a file of this name
-    versions: dict[str, str] = {}
     for bucket, manifest in buckets.items():
         for entry in manifest["files"]:
             name = entry["name"]
             if name not in counts:
                 counts[name] = sum(entry["groups"])
                 bucket_of[name] = bucket
-                versions[name] = entry["footer"]
+    versions = versions_of(buckets)
 
     val_files = {entry["name"] for manifest in val.values() for entry in manifest["files"]}
     listed: dict[str, set[int] | None] = {}
@@ -343,8 +371,8 @@ def leave_out(
         stated = VERSION_LINE.fullmatch(line)
         if stated and versions.get(stated["name"], stated["footer"]) != stated["footer"]:
             raise ValueError(
-                f"{list_path}: line {number}: the list was made for another version of {stated['name']}, whose "
-                f"documents have other numbers; make it again with scripts.validate --decontaminate"
+                f"{list_path}: line {number}: the list was made for another version of {stated['name']}, which "
+                f"has other documents; make it again with scripts.validate --decontaminate"
             )
         if not line or line.startswith("#"):
             continue

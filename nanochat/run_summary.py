@@ -3,6 +3,7 @@ What a launch prints before its first step, and when it runs out of memory.
 """
 
 import contextlib
+import logging
 import os
 import textwrap
 from collections import Counter
@@ -18,7 +19,7 @@ from nanochat.dataloader import StepLayout
 from nanochat.dist import peak_memory, write_memory
 from nanochat.files import FORMATS, data_at, paths_in
 from nanochat.fork import describe_fork
-from nanochat.pins import Manifest
+from nanochat.pins import Manifest, not_searched
 from nanochat.run_dir import CONFIG_NAME, Fork, mix_text
 from nanochat.run_settings import (
     derive,
@@ -29,6 +30,8 @@ from nanochat.run_settings import (
 )
 from nanochat.splits import describe_split, files_of, last_file_validates, or_divide
 from nanochat.start_run import Run, Start
+
+log = logging.getLogger(__name__)
 
 WIDTH = 100  # characters of a line
 
@@ -82,6 +85,14 @@ def print_split(run: Run) -> None:
         whole = rows.count(None)
         files = f" and {counted(whole, 'whole file')}" if whole else ""
         print0(f"left out: {counted(number, 'document')}{files} (--without-documents)")
+    listed = settings.without_documents
+    unsearched = not_searched(train, listed) if listed is not None else []
+    if unsearched:
+        files = counted(len(unsearched), "training file")
+        log.warning(
+            f"--without-documents={listed}: {files} not searched for it: {few(unsearched)}; to leave out "
+            f"documents of all files, make the list again with scripts.validate --decontaminate"
+        )
 
 
 def _pinned_notes(run: Run) -> Iterator[str]:

@@ -33,7 +33,7 @@ from nanochat.common import (
 from nanochat.core_eval import read_bundle
 from nanochat.find import DocumentPlace, announce_search, groups_to_search
 from nanochat.ngrams import BATCH_CHARS, SHORTEST, Index, Shared
-from nanochat.pins import Pin, version_line
+from nanochat.pins import VERSION_LINE, Manifest, searched_in, version_line, versions_of
 from nanochat.run_dir import finite
 from nanochat.sources import Source
 from nanochat.text import TEXT_FIELD, Selection, text_suffix
@@ -415,14 +415,30 @@ def gap_sentences(results: Mapping[str, TaskResult]) -> list[str]:
     return [f"Not searched, so items may have been seen there: {'; '.join(gaps)}."]
 
 
-def write_list(path: Path, hits: Sequence[Hit], pins: Iterable[Pin], others: str) -> int:
+def write_list(path: Path, hits: Sequence[Hit], train: Mapping[str, Manifest], others: str) -> int:
     """Write the training documents that share n-grams with items as a list for
-    --without-documents, and return their number. `pins`: of the training files. `others`: the text
-    of another list, which the new one includes. ValueError if the file exists and differs."""
+    --without-documents, and return their number. `train`: the manifests of all training files, which
+    were searched. `others`: the text of another list, which the new one includes; then only files
+    that were searched for both count as searched. ValueError if the file exists and differs."""
     names = dict.fromkeys(hit.document.name for hit in hits if hit.split == TRAIN)
-    files = {name.rpartition(":")[0] for name in names}
-    versions = [version_line(pin) for pin in pins if pin["name"] in files]
-    lines = dict.fromkeys([*others.splitlines(), *versions, *names])
+    of_hits = {name.rpartition(":")[0] for name in names}
+    versions = versions_of(train)
+    before = searched_in(others.splitlines())
+    searched = before & versions.keys() if before else versions.keys()
+
+    lines: dict[str, None] = {}  # in order, each once
+    for line in others.splitlines():
+        stated = VERSION_LINE.fullmatch(line)
+        if stated and stated["name"] not in searched:
+            line = version_line("of", stated["name"], stated["footer"])
+        lines[line] = None
+    for name, footer in versions.items():
+        if name in searched:
+            lines[version_line("searched", name, footer)] = None
+        elif name in of_hits:
+            lines[version_line("of", name, footer)] = None
+    lines |= names
+
     content = "".join(f"{line}\n" for line in lines).encode()
     if path.exists() and path.read_bytes() != content:
         raise ValueError(

@@ -219,8 +219,7 @@ def decontaminate(run: Run, named: str, n: int, list_path: Path) -> None:
     print(*table(seen.HEADER[:5], rows), sep="\n")
     own_list = run.settings.without_documents
     others = "" if own_list is None else local_copy(as_path(own_list)).read_text()
-    pins = [pin for manifest in run.data.manifests["train"].values() for pin in manifest["files"]]
-    number = seen.write_list(list_path, hits, pins, others)
+    number = seen.write_list(list_path, hits, run.data.manifests["train"], others)
     ok(
         f"decontaminate: {counted(number, 'training document')} listed in {list_path}; pass "
         f"--without-documents={list_path}, so that the model does not learn from them"

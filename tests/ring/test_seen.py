@@ -375,8 +375,8 @@ def test_validate_lists_the_training_documents_that_find_finds(checked, tmp_path
     assert f"{len(wanted)} training documents listed in {listed}" in outcome.out
     lines_of = listed.read_text().splitlines()
     assert {line for line in lines_of if not line.startswith("#")} == wanted
-    stated = {line.split()[2].rstrip(",") for line in lines_of if line.startswith("# of ")}
-    assert stated == {name.rpartition(":")[0] for name in wanted}
+    stated = {line.split()[2].rstrip(",") for line in lines_of if line.startswith("# searched ")}
+    assert stated == {f"shard_{number}.parquet" for number in range(3)}, "all training files"
     assert f"items.jsonl {N} {len(items)} 1 {lines[-1]['in_data']}" in " ".join(outcome.out.split())
 
 
@@ -392,6 +392,49 @@ def test_validate_adds_to_an_existing_list_and_overwrites_none(checked, tmp_path
     outcome = command(validate.main, *flags, f"--list={old}")
     assert outcome.code == 1 and "name a new file with --list=FILE" in outcome.err
     assert old.read_text() == "# mine\nshard_1.parquet:0\n"
+
+
+@pytest.mark.parametrize("fork", [False, True])
+def test_training_files_that_were_not_searched_for_a_list_get_a_warning(
+    checked, finished, tmp_path, caplog, fork
+):
+    """Regression: after a branch of the Hub had moved on, the old validation file was trained on
+    with its items."""
+    _, items, _ = checked
+    file = write_items(tmp_path / "items.jsonl", items[:4])
+    listed = tmp_path / "without.txt"
+    flags = training.flags(model_tag="new")
+    found = command(
+        validate.main, *flags, f"--decontaminate={file}", f"--ngram={N}", f"--list={listed}"
+    )
+    assert found.code == 0
+    command(validate.main, *flags, f"--without-documents={listed}")
+    assert "not searched" not in caplog.text
+    grown = tmp_path / "grown"
+    shutil.copytree(finished / "data", grown)
+    shutil.copy(grown / "shard_0.parquet", grown / "shard_4.parquet")
+    more = [f"--data-path={grown}", f"--without-documents={listed}"]
+    arrived = "shard_3.parquet"  # validation is in the last file
+    if fork:
+        more.append("--fork-from=run@4")
+        arrived = "shard_4.parquet"  # a fork keeps its parent's validation
+    outcome = command(validate.main, *flags, *more)
+    assert outcome.code == 0, outcome.err
+    assert f"{listed}: 1 training file not searched for it: {arrived};" in caplog.text
+
+
+def test_a_file_counts_as_searched_if_it_was_searched_for_both_lists(checked, tmp_path, caplog):
+    _, items, _ = checked
+    file = write_items(tmp_path / "items.jsonl", items[:4])
+    old = tmp_path / "old.txt"
+    flags = [*training.flags(model_tag="new"), f"--decontaminate={file}", f"--ngram={N}"]
+    assert command(validate.main, *flags, f"--list={old}").code == 0
+    kept = [line for line in old.read_text().splitlines() if "searched shard_1" not in line]
+    old.write_text("\n".join(kept))
+    new = tmp_path / "new.txt"
+    outcome = command(validate.main, *flags, f"--without-documents={old}", f"--list={new}")
+    assert outcome.code == 0 and "not searched for it: shard_1.parquet" in caplog.text
+    assert seen.searched_in(new.read_text().splitlines()) == {"shard_0.parquet", "shard_2.parquet"}
 
 
 def test_the_report_names_the_items_that_were_seen(checked):

@@ -4,7 +4,14 @@ import json
 
 import pytest
 
-from nanochat.pins import bare, fingerprint, leave_out, read_manifests, version_line
+from nanochat.pins import (
+    bare,
+    fingerprint,
+    leave_out,
+    not_searched,
+    read_manifests,
+    version_line,
+)
 from nanochat.sources import check_files, scan_files
 from tests.token_files import write_pair
 from tests.toy import some_texts, write_jsonl, write_parquet
@@ -63,10 +70,25 @@ def test_a_list_for_another_version_of_a_file_is_refused(tmp_path):
     pin = {"name": "a.parquet", "size": 1, "footer": "beef", "groups": [4, 4]}
     whole = {"web": {"root": "/disk", "files": [pin]}}
     listed = tmp_path / "list.txt"
-    listed.write_text(f"{version_line(pin)}\na.parquet:7\n")
+    listed.write_text(f"{version_line('of', 'a.parquet', 'beef')}\na.parquet:7\n")
     assert leave_out(whole, listed, {})["web"]["without"] == {"a.parquet": [7]}
-    listed.write_text(f"{version_line({**pin, 'footer': 'f00d'})}\na.parquet:7\n")
-    with pytest.raises(
-        ValueError, match=r"line 1: the list was made for another version of a\.parquet"
-    ):
-        leave_out(whole, listed, {})
+    for what in ("of", "searched"):
+        listed.write_text(f"{version_line(what, 'a.parquet', 'f00d')}\na.parquet:7\n")
+        with pytest.raises(
+            ValueError, match=r"line 1: the list was made for another version of a\.parquet"
+        ):
+            leave_out(whole, listed, {})
+
+
+def test_a_list_that_names_searched_files_tells_which_others_were_not(tmp_path):
+    """Regression: a list was accepted for files that were never searched."""
+    files = [
+        {"name": f"{name}.parquet", "size": 1, "footer": "f", "groups": [4]} for name in ("a", "b")
+    ]
+    buckets = {"web": {"root": "/disk", "files": files}}
+    listed = tmp_path / "list.txt"
+    listed.write_text(f"{version_line('searched', 'a.parquet', 'f')}\na.parquet:0\n")
+    assert not_searched(buckets, listed) == ["b.parquet"]
+    listed.write_text(f"{version_line('of', 'a.parquet', 'f')}\na.parquet:0\n")
+    assert not_searched(buckets, listed) == [], "older code names only the files with hits"
+    assert not_searched(buckets, tmp_path / "gone.txt") == []

@@ -15,16 +15,22 @@ loss is kept, so spikes stay visible:
     steps     . . . x . . . . | . . . . . . x .  |  x: highest loss of its block
     kept            x                     x
 
-Running means and windows are computed from all steps; only then are the kept ones picked.
+Running means and windows are computed from all steps; only then are the kept ones picked. The running
+means of a fork begin with the steps of its parent, so at the first step of the fork both are equal.
 """
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from nanochat.run_history import history_of
 from nanochat.run_reader import ENDS, LogRecord, RunReader, flat_numbers
 
+log = logging.getLogger(__name__)
+
+SETTLED = 150  # number of steps after which a value has left a running mean: 0.9 ** 150 is 1e-7
 BAND_POINTS = 500  # maximum number of steps for which the band of row losses is drawn
 LOSS = "Loss, nats per token"
 BPB = "Validation bits per byte"
@@ -105,6 +111,26 @@ def smooth(values: Sequence[float | None]) -> Values:
     return means
 
 
+def steps_before(run: RunReader) -> list[LogRecord]:
+    """The steps that the ancestors of a fork took before it, ascending: at least `SETTLED`, or those
+    of the ancestors that are still here."""
+    before: list[LogRecord] = []
+    end = run.first_step
+    *ancestors, _ = history_of(run)
+    for stretch in reversed(ancestors):
+        if stretch.run is None or len(before) >= SETTLED:
+            break
+        try:
+            steps = stretch.run.steps
+        except ValueError as e:
+            log.warning("%s: its averages begin anew: %s", run.name, e)
+            break
+        taken = [step for step in steps if stretch.first <= step["step"] < end]
+        before = [*taken, *before]
+        end = stretch.first
+    return before
+
+
 def names_in(steps: Sequence[LogRecord]) -> list[str]:
     """The names in the lines of steps, in the order of their first line."""
     layouts = dict.fromkeys(tuple(step) for step in steps)  # a million lines have a few
@@ -127,6 +153,7 @@ def step_series(run: RunReader, kept: Sequence[int], *, only_smoothed: bool) -> 
     `only_smoothed`: running means instead of noisy values.
     """
     steps = run.steps
+    before = steps_before(run)
     for name in names_in(steps):
         group, _, bucket = name.partition("/")
         of_bucket = group == "loss" and bool(bucket)
@@ -136,8 +163,8 @@ def step_series(run: RunReader, kept: Sequence[int], *, only_smoothed: bool) -> 
 
         is_noisy = name not in NOT_NOISY
         if of_bucket or (only_smoothed and is_noisy):
-            means = smooth([number(step.get(name)) for step in steps])
-            values = [means[i] for i in kept]
+            means = smooth([number(step.get(name)) for step in (*before, *steps)])
+            values = [means[len(before) + i] for i in kept]
             look = "smooth"
         else:
             values = [number(steps[i].get(name)) for i in kept]

@@ -69,7 +69,7 @@ def log_lines(*, digest="", num=STEPS, slowest_wait_s=0.05):
         values = {
             f"tokens/{EVIL}": 40 if i < 20 else 120,
             "tokens/web": 120 if i < 20 else 40,
-            "loss/web": 3.0,
+            "loss/web": 3 + i / 10,
             "unknown_value": float(i),
         }
         mix.append(step(i, **values))
@@ -344,7 +344,10 @@ def forks(tmp_path):
     make_run(mine)
     for path, parent, first, lr in ((warm, "mine", 20, 0.01), (deep, "warm", 30, 0.04)):
         (path / "logs").mkdir(parents=True)
-        steps = [step(i, total_training_time=0.5 * (i + 1)) for i in range(first, STEPS)]
+        steps = []
+        for i in range(first, STEPS):
+            more = {"total_training_time": 0.5 * (i + 1), "loss/web": 3 + i / 10}
+            steps.append(step(i, **more))
         started = {"event": "started", "step": first, "world_size": 1, "device": "cpu"}
         lines = [{**started, "torch": "2.13.0"}, *steps]
         log = "".join(json.dumps(line) + "\n" for line in lines)
@@ -371,6 +374,25 @@ def test_forks_start_where_they_branch_off_in_the_charts_of_their_parents(forks,
         }
         assert run["launches"][0]["from"] == position
         assert curves(run)[page.LOSS, "loss"] == curves(mine)[page.LOSS, "loss"][first:]
+
+
+def test_the_averages_of_a_fork_continue_those_of_its_parent(forks):
+    """Regression: they began with one raw value, so a fork seemed to be far below its parent."""
+    deep, mine, warm = forks
+    whole = smoothed(mine)
+    assert smoothed(warm) == [values[20:] for values in whole]
+    assert smoothed(deep) == [values[30:] for values in whole]
+    shutil.rmtree(mine)
+    assert smoothed(deep) != [values[30:] for values in whole], "the case: they reach back to mine"
+
+
+def smoothed(path):
+    """The averages of the losses of a bucket, and of gradient norms, at all steps of a run."""
+    run = RunReader(path)
+    kept = range(len(run.steps))
+    series = [*run_curves.step_series(run, kept, only_smoothed=True)]
+    of_name = {curve["name"]: curve["y"] for curve in series if curve["look"] == "smooth"}
+    return [of_name["web"], of_name["grad_norm"]]
 
 
 def test_a_tree_of_forks_is_that_of_scripts_status(forks, tmp_path):
@@ -486,20 +508,20 @@ PROBE = """<script>addEventListener("load", () => drawn.then(() => {
     images: document.images.length,
     norms: texts("Gradient norm", ".ytick text"), legend: texts("Loss, nats per token", ".legendtext"),
     order: document.getElementById("Loss, nats per token")._fullLayout.legend.traceorder,
+    dotted: Object.fromEntries(
+      [...document.querySelectorAll(".plot")].map(div => [div.id, div.layout.shapes.length])),
     wide: document.documentElement.scrollWidth, inner: innerWidth,
     digest: document.getElementById("digest-1").textContent });
   document.body.append(result);
 }))</script>"""
 
 
-def test_a_browser_shows_it_without_an_error_or_a_request(runs, tmp_path):
-    """Headless Chromium logs no error and requests nothing; the curves have the points of the
-    log."""
+def in_browser(text, folder):
+    """(what PROBE finds in a page, the lines on the console) in headless Chromium."""
     browser = shutil.which("chromium") or shutil.which("chromium-browser")
     if browser is None:
         pytest.skip("needs chromium (Debian: apt-get install chromium)")
-    text, _ = write(runs, tmp_path / "page.html")
-    (tmp_path / "page.html").write_text(text.replace("</body>", PROBE + "</body>"))
+    (folder / "page.html").write_text(text.replace("</body>", PROBE + "</body>"))
     done = subprocess.run(
         [
             browser,
@@ -511,16 +533,24 @@ def test_a_browser_shows_it_without_an_error_or_a_request(runs, tmp_path):
             "--virtual-time-budget=1000",
             "--enable-logging=stderr",
             "--dump-dom",
-            f"--user-data-dir={tmp_path / 'profile'}",
-            f"file://{tmp_path / 'page.html'}",
+            f"--user-data-dir={folder / 'profile'}",
+            f"file://{folder / 'page.html'}",
         ],
         capture_output=True,
         text=True,
         timeout=PATIENCE_S,
     )
     console = [line for line in done.stderr.splitlines() if ":CONSOLE" in line]
+    [found] = re.findall(r'<pre id="result">(.*?)</pre>', done.stdout, re.S)
+    return json.loads(unescape(found)), console
+
+
+def test_a_browser_shows_it_without_an_error_or_a_request(runs, tmp_path):
+    """Headless Chromium logs no error and requests nothing; the curves have the points of the
+    log."""
+    text, _ = write(runs, tmp_path / "page.html")
+    result, console = in_browser(text, tmp_path)
     assert console == []
-    result = json.loads(unescape(re.findall(r'<pre id="result">(.*?)</pre>', done.stdout, re.S)[0]))
     plots = dict(result["plots"])
     assert result["requests"] == [] and result["images"] == 0 and result["wide"] <= result["inner"]
     assert plots[page.LOSS] == [STEPS] * 4 and plots["timeline"]
@@ -530,6 +560,19 @@ def test_a_browser_shows_it_without_an_error_or_a_request(runs, tmp_path):
     assert result["legend"] == ["<b>one & only", "two"] and result["order"] == "normal"
     assert result["norms"] == ["0.5", "1", "2", "5", "10", "20"]
     assert result["digest"] == f"{STEPS - 1:016x}"
+
+
+def test_only_the_launches_of_runs_with_a_curve_have_a_line_in_a_chart(runs, tmp_path):
+    """Regression: the resume of a run without buckets had a line in the charts of buckets."""
+    plain = make_run(tmp_path / "plain")
+    path = plain / "logs" / "train.jsonl"
+    path.write_text(path.read_text().replace('"loss/web"', '"other"'))
+    text, _ = write([runs[0], plain], tmp_path / "page.html")
+    result, _ = in_browser(text, tmp_path)
+    dotted = result["dotted"]
+    assert dotted["Loss by bucket: web"] == 1
+    assert dotted["mix-0"] == dotted["mix-1"] == 1
+    assert dotted[page.LOSS] == dotted["timeline"] == 2
 
 
 def test_only_the_chart_of_waits_is_clipped(tmp_path):

@@ -28,7 +28,15 @@ from torch import Tensor
 from nanochat import core_eval
 from nanochat.checkpoint import find_checkpoint
 from nanochat.cli import Parser, run_main, whole
-from nanochat.common import get_dist_info, print0, reason_of, table, visible, write_json
+from nanochat.common import (
+    duration,
+    get_dist_info,
+    print0,
+    reason_of,
+    table,
+    visible,
+    write_json,
+)
 from nanochat.config import Settings
 from nanochat.dataloader import DataLoader, Dry, MicroBatch, validation_loader, validation_prompts
 from nanochat.dist import on_rank0
@@ -45,6 +53,7 @@ from nanochat.tokenizer import Tokenizer
 from scripts.sample import ask_for_model, device_of
 
 MODES = ("core", "bpb", "sample")
+LONG_S = 10.0  # an evaluation that takes longer says how long
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -191,9 +200,19 @@ def bits_per_byte(
     tokens_per_val_bucket = num_tokens // len(data.val)
     batches = batches_of(opened, args, model)
 
+    # how much it evaluates
+    to_evaluate = sum(num_available(source, tokens_per_val_bucket) for source in data.val.values())
+    to_evaluate += sum(num_available(source, num_tokens) for source in data.train.values())
+    print0(
+        f"evaluating about {to_evaluate:,} tokens: up to {num_tokens:,} of validation and of each training "
+        f"bucket ({origin_of(args.eval_tokens, settings)})"
+    )
+
     # the model
     model.attention_mode = settings.attention_mode
     of_val = {name: batches(source, tokens_per_val_bucket) for name, source in data.val.items()}
+    first = next(iter(of_val))
+    of_val[first] = with_estimate(of_val[first], to_evaluate)
     val, val_buckets = evaluate_buckets(model, of_val, token_bytes)
     train = {}
     for name, source in data.train.items():
@@ -219,6 +238,37 @@ def bits_per_byte(
         "unigram_bpb": unigram_val,
     }
     return result if tokenizer.knows_bytes else result_in_nats(result)
+
+
+def num_available(source: Source, num_tokens: int) -> int:
+    """About how many tokens of a source are evaluated: `num_tokens`, or all that it has."""
+    return min(num_tokens, int((source.groups * source.means).sum()))
+
+
+def origin_of(eval_tokens: int, settings: Settings) -> str:
+    """Where the number of tokens comes from. `eval_tokens`: the flag."""
+    if eval_tokens != -1:
+        return "--eval-tokens"
+    whose = "the default" if settings.eval_tokens == Settings.eval_tokens else "the run's"
+    return f"{whose} --eval-tokens; a smaller one takes less time"
+
+
+def with_estimate(batches: Iterable[MicroBatch], to_evaluate: int) -> Iterator[MicroBatch]:
+    """The batches. After the second one, print how long `to_evaluate` tokens of all ranks will take,
+    if that is long. The first one also warms up."""
+    _, _, _, world_size = get_dist_info()
+    began = 0.0
+    for number, batch in enumerate(batches):
+        if number in (1, 2) and batch.inputs.is_cuda:
+            torch.cuda.synchronize()
+        if number == 1:
+            began = time.perf_counter()
+        if number == 2:
+            batch_s = time.perf_counter() - began
+            seconds = batch_s * to_evaluate / (batch.inputs.numel() * world_size)
+            if seconds > LONG_S:
+                print0(f"this takes about {duration(seconds)}")
+        yield batch
 
 
 def result_in_nats(result: Mapping[str, Any]) -> dict[str, Any]:

@@ -17,7 +17,7 @@ For token files, and for text of up to about 32 MB, the halting step and all reh
 exact. More text would take long to tokenize, so its lengths are drawn from a few hundred documents,
 scaled by the sizes of its files, and the plan is called an estimate.
 A bucket that cannot run dry, because it has no limit or far more tokens than requested, is not
-rehearsed; its cropping is measured on a few thousand rows.
+rehearsed; its cropping is measured on a few thousand rows, of as many lanes as that needs.
 
 Only runs with a curriculum (others have unlimited epochs), or with `binned` rows (to find entries
 that are too long), make a plan. They keep it in RUN/plan.json for a resume. scripts.validate plans
@@ -56,7 +56,7 @@ from nanochat.text import text_tokens
 # this many times the requested tokens suffice, even if half are cropped and lanes' shares differ
 FAR = 4
 SHARE_DOCUMENTS = 1024  # with at least this many documents, lanes' shares are similar
-SAMPLE_ROWS = 4096  # rows packed from a bucket that is not rehearsed
+SAMPLE_ROWS = 4096  # at most, the rows packed from a bucket that is not rehearsed
 # of data with more tokens, only a sample is measured before the first step. An index of token files may not
 # show where documents end, and then all ids are read (0.1 s for 100,000 documents of 1,000 ids; 0.5 s for 1 M
 # of 100). Text is tokenized (0.4 s for 6.6 M tokens)
@@ -629,13 +629,16 @@ def _bucket_plan(
     """What a run takes from a bucket; `account`: None if no row was rehearsed."""
     trained = asked if account is None else account["rows"] * config.T
     exact = account is not None and not lengths.plenty
-    lanes = range(1)
-    if account is not None and exact and asked and not account["rows"]:
-        exact = False  # the run halts at once, because some lane is without documents
-        lanes = range(config.V)
-    if account is None or not exact:
-        num_rows = min(SAMPLE_ROWS, asked // config.T // config.V)
-        account = _sample(config, bucket, lengths, lanes, -(-num_rows // len(lanes)), begin)
+    halts_at_once = account is not None and exact and asked > 0 and not account["rows"]
+    if account is None or not exact or halts_at_once:
+        exact = False
+        rows_of_lane = -(-asked // (config.T * config.V))
+        # a few rows of one lane would say little: a long document in it may be a third of them
+        num_lanes = min(config.V, max(1, SAMPLE_ROWS // max(1, rows_of_lane)))
+        if halts_at_once:  # because some lane is without documents
+            num_lanes = config.V
+        num_rows = min(rows_of_lane, -(-SAMPLE_ROWS // num_lanes))
+        account = _sample(config, bucket, lengths, range(num_lanes), num_rows, begin)
     return BucketPlan(
         documents=lengths.documents,
         tokens=lengths.tokens,

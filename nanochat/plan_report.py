@@ -316,6 +316,8 @@ def _phases_table(plan: Plan) -> list[str]:
     rows = []
     for number, phase in enumerate(plan.phases, 1):
         tokens = phase["tokens"]
+        if tokens == 0 and phase["first_step"] < plan.num_steps:
+            continue  # it ended before a fork began
         shares = [f"{asked / max(1, tokens):.1%}" for asked in phase["asked"].values()]
         rows.append([number, phase["first_step"], tokens, *shares])
     return table(["phase", "from step", "tokens", *plan.buckets], rows)

@@ -123,6 +123,44 @@ def test_a_sample_of_a_fork_begins_where_its_parent_is(tmp_path, parent_steps):
     assert bucket.repeated == pytest.approx(repeated / (50 * 4 * 17), rel=0.1)
 
 
+def test_a_sample_of_few_rows_is_of_all_lanes(tmp_path):
+    """Regression: the plan of a late fork, of which each lane had ten rows, said 0 % of 7 %."""
+    rng = np.random.default_rng(1)
+    few_are_long = np.where(rng.random(4000) < 0.04, 900, 12)
+    data = source(tmp_path / "a", [few_are_long.tolist()])
+    config = StreamConfig(T=16, V=8, buffer_size=64, long_docs="split", overlap=4)
+    _, before, cursors = run(config, {"a": data}, R=16, steps=100, drop_dry=False)
+    _, after, _ = run(config, {"a": data}, R=16, steps=105, drop_dry=False)
+    plan = make_plan(
+        config,
+        {"a": data},
+        rows_per_step=16,
+        num_steps=105,
+        cursors=cursors,
+        start_step=100,
+        first_step=100,
+        begin=cursors,
+    )
+    bucket = plan.buckets["a"]
+    assert not bucket.exact, "the case: it has no limit"
+    repeated = after["a"]["repeated"] - before["a"]["repeated"]
+    assert bucket.repeated == repeated / (5 * 16 * 17) > 0.05
+
+
+def test_the_phases_that_ended_before_a_fork_are_not_in_its_table(tmp_path):
+    """Regression: the plan of a late fork began with a phase of 0 tokens."""
+    data = {name: source(tmp_path / name, [[12] * 4000]) for name in ("a", "b")}
+    mix = curriculum(16, 2, [20, 40], [{"a": 1}, {"a": 1, "b": 1}])
+    config = StreamConfig(T=16, V=2, buffer_size=64, curriculum=mix)
+    _, _, cursors = run(config, data, R=4, steps=15, drop_dry=False)
+    forked = {"cursors": cursors, "start_step": 15, "first_step": 15, "begin": cursors}
+    for more, numbers in (({}, ["1", "2"]), (forked, ["2"])):
+        plan = make_plan(config, data, rows_per_step=4, num_steps=20, **more)
+        phases = [line.split() for line in plan_lines(plan)[2 : 2 + len(numbers)]]
+        assert [phase[0] for phase in phases] == numbers
+    assert phases[0][:3] == ["2", "15", "320"]
+
+
 def test_rows_of_concat_share_one_token_each(tmp_path):
     """Regression: books of which little was placed seemed to share almost none."""
     data = source(tmp_path / "a", [[990] * 60])

@@ -592,6 +592,20 @@ def newest_events(run_dir: Path, step: float) -> dict[str, dict[str, Any]]:
     return newest
 
 
+def validations(run_dir: Path, step: float) -> dict[int, float]:
+    """{steps done: bits per byte} of the validations in a run's log up to `step`, in the order of
+    steps. Those of a fork's ancestors are in their own logs."""
+    values: dict[int, float] = {}
+    for record in iter_log(run_dir / "logs" / "train.jsonl", containing=b'"val"'):
+        done = record.get("step")
+        bpb = record.get("bpb")
+        if record.get("event") != "val" or not isinstance(bpb, float):
+            continue
+        if isinstance(done, int) and done <= step:
+            values[done] = bpb
+    return dict(sorted(values.items()))
+
+
 def newest_progress(run_dir: Path) -> dict[str, Any] | None:
     """The last line of a run's log that says how far it came: that of a step or of a launch that
     started; None if there is none. Reads the log from its end."""

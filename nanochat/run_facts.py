@@ -156,14 +156,14 @@ def progress_sentences(run: RunReader) -> list[str]:
         f"The run {last.end or 'is unfinished'}{reason} after {last.last:,}{horizon} steps: "
         f"{run.own_tokens:,} tokens{own} in {duration(run.train_time_s)} of training."
     ]
-    val = [*run.val_bpb.values()]
+    val = run.val_bpb
     if len(val) > 1:
-        first, newest = val[0], val[-1]
+        (first_step, first), *_, (newest_step, newest) = val.items()
         moved = "fell" if newest < first else "did not fall: they went"
-        evaluated = max(run.val_bpb)
-        where = f" at step {evaluated:,}" if evaluated < last.last else ""
+        since = f" at step {first_step:,}" if first_step > run.first_step else ""
+        where = f" at step {newest_step:,}" if newest_step < last.last else ""
         sentences.append(
-            f"Validation bits per byte {moved} from {show(first)} to {show(newest)}{where}."
+            f"Validation bits per byte {moved} from {show(first)}{since} to {show(newest)}{where}."
         )
     return sentences
 

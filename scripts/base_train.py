@@ -47,7 +47,7 @@ from nanochat.evaluations import log_core, log_ranks, log_samples, log_validatio
 from nanochat.fork import branch_off, stand_in
 from nanochat.model_code import code_of
 from nanochat.reduce import LeafAccumulator
-from nanochat.run_dir import Fork, find_run_at, is_run_dir, newest_events
+from nanochat.run_dir import Fork, find_run_at, is_run_dir, validations
 from nanochat.run_guard import Guard
 from nanochat.run_journal import Journal, open_journal
 from nanochat.run_order import stream_config
@@ -646,13 +646,21 @@ def after_failure(run: Run, progress: Progress) -> str:
     return f"The step was not applied, and {kept}. {ways}"
 
 
-def is_val_comparable(run: Run) -> bool:
-    """Whether the first and the last bits per byte of a run are of the same text: of a fork, the
-    first ones are its parent's."""
-    amount = run.settings.eval_tokens
+def validation_text(run: Run, progress: Progress) -> str:
+    """The first and the last bits per byte of a run, with their steps if these are not its first and
+    last ones. Without the first one if it is of another amount of text, or the only one."""
+    val = validations(run.run_dir, progress.step)
     fork = Fork.of(run.settings.fork)
-    changed = fork is not None and not fork.changes.keys().isdisjoint(("val_path", "eval_tokens"))
-    return not changed and run.config.get("eval_tokens", amount) == amount
+    begin = 0 if fork is None else fork.step
+    amount = run.settings.eval_tokens
+    is_comparable = run.config.get("eval_tokens", amount) == amount
+    text = f"{progress.val_bpb:.6f}"
+    if val and max(val) < progress.step:
+        text += f" at step {max(val):,}"
+    if len(val) > 1 and is_comparable:
+        since = f" at step {min(val):,}" if min(val) > begin else ""
+        text = f"{val[min(val)]:.6f}{since} -> {text}"
+    return text
 
 
 def report_completed(run: Run, progress: Progress, peak: int | None) -> None:
@@ -663,11 +671,7 @@ def report_completed(run: Run, progress: Progress, peak: int | None) -> None:
         own_tokens = progress.tokens - fork.tokens
         line += f", those of its ancestors included ({own_tokens:,} tokens of its own)"
     if progress.val_bpb is not None:
-        first = f"{progress.first_val_bpb:.6f} -> " if is_val_comparable(run) else ""
-        line += f"; validation bits per byte {first}{progress.val_bpb:.6f}"
-        evaluated = newest_events(run.run_dir, progress.step).get("val")
-        if evaluated is not None and evaluated["step"] < progress.step:
-            line += f" at step {evaluated['step']:,}"
+        line += f"; validation bits per byte {validation_text(run, progress)}"
     if peak is not None:
         line += f"; peak memory {peak / 1e9:,.1f} GB"
     print0(f"{line}; {run.run_dir}")

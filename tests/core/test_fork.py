@@ -11,7 +11,9 @@ import pytest
 
 from nanochat import start_run
 from nanochat.checkpoint import Checkpoint, load_checkpoint
+from nanochat.common import show
 from nanochat.run_dir import cursor_files, read_config
+from nanochat.run_facts import sentences_about
 from nanochat.run_reader import RunReader, unbalanced
 from nanochat.text_kinds import warn_once
 from nanochat.tokenizer import RustBPETokenizer
@@ -168,6 +170,18 @@ def test_its_last_line_says_which_tokens_are_its_own():
     line = fork().out.partition("completed: ")[2]
     assert line.startswith(f"{STEPS * training.STEP:,} tokens in ")
     assert f"those of its ancestors included ({own:,} tokens of its own)" in line
+
+
+def test_its_first_bits_per_byte_are_its_own_and_name_their_step_in_every_place():
+    """Regression: the last line began with those of its parent at step 0, and the sentence of page and
+    report hid that its own first ones are from a later step than its first one."""
+    line = fork(eval_every=3).out.partition("completed: ")[2]
+    run = RunReader(training.run_dir("child"))
+    (first, bpb), *_, (last, newest) = run.val_bpb.items()
+    assert AT < first < last == STEPS
+    assert f"validation bits per byte {bpb:.6f} at step {first} -> {newest:.6f};" in line
+    sentence = f" from {show(bpb)} at step {first} to {show(newest)}."
+    assert any(text.endswith(sentence) for text in sentences_about(run))
 
 
 def test_it_begins_with_the_parents_checkpoint_and_cursors():
@@ -548,10 +562,10 @@ def test_other_data_begins_anew_and_validation_may_change_with_it(workplace):
     validation = workplace / "other" / "part_2.parquet"
     outcome = fork(data_path=workplace / "other", val_path=validation)
     assert "the fork does not go on with it" in outcome.out
-    completed = outcome.out.partition("completed: ")[2]
-    assert "validation bits per byte" in completed and "->" not in completed, "of another text"
-    assert "from its beginning" in outcome.out
     ours = RunReader(training.run_dir("child"))
+    first = f"validation bits per byte {ours.val_bpb[AT]:.6f} -> "
+    assert first in outcome.out, "of the same text as its last ones"
+    assert "from its beginning" in outcome.out
     feeds = [cursor["buckets"] for cursor in ours.nearest_cursors(AT)[1]]
     assert all(feed["documents"] == 0 for of_lane in feeds for feed in of_lane.values())
     assert losses("child") != losses("parent")[AT:]

@@ -203,15 +203,22 @@ class Curriculum:
         """Maximum number of passes over a bucket; 0 = unlimited."""
         return self.max_epochs.get(bucket, 1)
 
-    def check_buckets(self, available: Collection[str]) -> None:
-        """ValueError if a phase names a bucket that is not available."""
+    def check_buckets(
+        self, available: Collection[str], nested: Mapping[str, str] | None = None
+    ) -> None:
+        """ValueError if a phase names a bucket that is not available. `nested`: {name: path above it}
+        of folders that would be buckets if --data-path named that path."""
         for number, phase in enumerate(self.phases, 1):
             for bucket in phase.mix:
-                if bucket not in available:
-                    raise ValueError(
-                        f"--curriculum: phase {number} mixes {_show(bucket)}, but the data has no such "
-                        f"bucket{_hint(bucket, available)}"
-                    )
+                if bucket in available:
+                    continue
+                remedy = _hint(bucket, available)
+                if nested and bucket in nested:
+                    remedy = f"; {nested[bucket]} has: pass --data-path={nested[bucket]}"
+                raise ValueError(
+                    f"--curriculum: phase {number} mixes {_show(bucket)}, but the data has no such "
+                    f"bucket{remedy}"
+                )
 
     def phase_rows(self, T: int, V: int) -> list[int]:
         """Each phase's length in rows per lane. ValueError if a phase has none."""

@@ -18,7 +18,7 @@ file `test.parquet` or a bucket `dev/` is ordinary data.
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import chain
+from itertools import chain, pairwise
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
@@ -161,6 +161,21 @@ def find_buckets(
     data = data_at(path)
     files = list_files(data, data_format).data
     return group_by_bucket(files, data.folder, merge=merge, prefixes=data.are_prefixes)
+
+
+def nested_folders(data: DataPath, buckets: Mapping[str, Sequence[AnyPath]]) -> dict[str, str]:
+    """{name: path above it} of the folders inside buckets, which would be buckets themselves if
+    --data-path named that path. None in train/, whose path must stay the one above val/."""
+    above: dict[str, str] = {}
+    for file in chain.from_iterable(buckets.values()):
+        *folders, _ = file.relative_to(data.folder).parts
+        path = data.text.rstrip("/")
+        for outer, inner in pairwise(folders):
+            if outer in WORDS:
+                break
+            path = f"{path}/{outer}"
+            above.setdefault(inner, path)
+    return {} if data.files or data.has_folder("train") else above
 
 
 class Splits(NamedTuple):
@@ -510,15 +525,15 @@ def describe_split(
     if odd and chosen:
         stated = stated_splits([PurePosixPath(file.name) for file in (*train, *val)])
         if "val" not in stated.values():
-            instead = or_divide([file.name for file in (*train, *val)], 0.05)
-            if not instead:
-                instead = ", such as the folder val/ that scripts.tok_shards writes beside train/"
-            elif remote:
-                instead += ", which copies all files to this machine"
+            instead = ", such as the folder val/ that scripts.tok_shards writes beside train/"
+            divide = or_divide([file.name for file in (*train, *val)], 0.05)
+            if divide:
+                copied = ", which copies all files to this machine" if remote else ""
+                instead = f" or folders train/ and val/{divide}{copied}"
             which = "the last file" if len(val) == 1 else "the last file of each bucket"
             lines.append(
-                f"warning: {which} is used for validation, but {', and '.join(odd)}; name validation "
-                f"data with --val-path{instead}"
+                f"warning: {which} is used for validation, but {', and '.join(odd)}, and a new run after more "
+                f"files arrive will use another one; name validation data with --val-path{instead}"
             )
     return lines
 
@@ -564,7 +579,7 @@ def pin_files(
         shared=selection.val_fraction > 0,
     )
     if mix is not None:
-        mix.check_buckets(files["train"])
+        mix.check_buckets(files["train"], nested_folders(data, files["train"]))
         files["train"] = {bucket: files["train"][bucket] for bucket in mix.buckets}
     roots = {"train": data, "val": val_data or data}
     if data_format in MAGICS:

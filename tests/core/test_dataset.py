@@ -208,6 +208,13 @@ def test_the_lines_about_a_split_warn_if_it_looks_accidental(train, val, how, ex
         assert re.search(pattern, line), line
 
 
+def test_the_warning_says_what_the_last_file_means_when_the_data_grows():
+    """Regression: after a branch had moved on, the old validation file was trained on."""
+    *_, warning = describe_split(SHARDS[:3], SHARDS[3:4], chosen=True)
+    assert "a new run after more files arrive will use another one" in warning
+    assert "--val-path or folders train/ and val/, or use 5% of the documents" in warning
+
+
 def test_no_advice_about_token_files_names_a_flag_that_only_text_has(tmp_path):
     """Regression: the warning named --val-fraction, which was refused then."""
     files = [DataFile(f"web/{i}.bin", 100, 10) for i in range(4)]

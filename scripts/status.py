@@ -132,7 +132,7 @@ def status_text(run: dict[str, Any]) -> str:
         values["tokens"] = tokens_text(run)
         values["phase"] = run["phase"]
         values["steps not applied"] = run.get("skipped")
-        values["started"] = f"{began}, {ago} ago"
+        values["newest launch"] = f"{began}, {ago} ago"
         values["mirror"] = mirror_text(run)
         if run["liveness"] == "alive":
             values["processes"] = processes_of(run)

@@ -165,7 +165,7 @@ def test_one_run_at_a_glance(base, capsys):
     )
     assert status.main(["d1"]) == 0
     shown = dict(re.split("  +", line, maxsplit=1) for line in capsys.readouterr().out.splitlines())
-    assert re.fullmatch(r".*, 50 min 0\d s ago", shown.pop("started")) and re.fullmatch(
+    assert re.fullmatch(r".*, 50 min 0\d s ago", shown.pop("newest launch")) and re.fullmatch(
         r"\d\.\d s", shown.pop("age")
     )
     assert shown == {

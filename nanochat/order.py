@@ -107,7 +107,7 @@ class StreamSettings:
     lanes: int = setting(
         -1,
         "V: number of virtual readers; -1: the largest divisor of the rows per step, at most 64, that the "
-        "data can feed, or the smallest from 8 on (name fewer for a bucket of a few books)",
+        "data can feed, or the smallest from 8 on (name fewer for a few books)",
         auto=True,
         least=1,
         decides=Decides.ROWS,

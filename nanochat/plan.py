@@ -56,6 +56,7 @@ from nanochat.text import text_tokens
 # this many times the requested tokens suffice, even if half are cropped and lanes' shares differ
 FAR = 4
 SHARE_DOCUMENTS = 1024  # with at least this many documents, lanes' shares are similar
+LITTLE_READ = 0.5  # a lane that is through its share after a smaller share of the bucket has too few documents
 SAMPLE_ROWS = 4096  # at most, the rows packed from a bucket that is not rehearsed
 # of data with more tokens, only a sample is measured before the first step. An index of token files may not
 # show where documents end, and then all ids are read (0.1 s for 100,000 documents of 1,000 ids; 0.5 s for 1 M
@@ -776,10 +777,7 @@ def lanes_that_suffice(plan: Plan, start: Starting, data: RunData) -> int | None
     config = stream_config(settings)
     assert isinstance(config, StreamConfig), "no other order has a plan"
     lengths = lengths_of(config, data.train)
-    least = max(settings.world_size, settings.leaves)
-    for V in range(plan.V - 1, least - 1, -1):
-        if plan.rows_per_step % V:
-            continue
+    for V in smaller_lanes(settings, plan.V):
         other = make_plan(
             replace(config, V=V),
             data.train,
@@ -791,3 +789,49 @@ def lanes_that_suffice(plan: Plan, start: Starting, data: RunData) -> int | None
         if not other.halt:
             return V
     return None
+
+
+def lanes_without_repeats(
+    settings: Settings, bucket: str, source: Source, passes: float
+) -> int | None:
+    """The largest number of lanes of a new run with which none repeats (see `repeating_lanes`); None
+    if there is none."""
+    config = stream_config(settings)
+    assert isinstance(config, StreamConfig), "no other order has a plan"
+    for V in smaller_lanes(settings, config.V):
+        sizes = share_sizes(replace(config, V=V), bucket, source)
+        if not repeating_lanes(sizes, passes):
+            return V
+    return None
+
+
+def smaller_lanes(settings: Settings, V: int) -> list[int]:
+    """The numbers of lanes below V that a new run may have, the largest first."""
+    rows_per_step = settings.total_batch_size // settings.max_seq_len
+    least = max(settings.world_size, settings.leaves)
+    return [lanes for lanes in range(V - 1, least - 1, -1) if rows_per_step % lanes == 0]
+
+
+def share_sizes(config: StreamConfig, bucket: str, source: Source) -> np.ndarray:
+    """(V,) float64: the tokens that each lane reads in its first pass over a bucket, divided by their
+    mean. A document counts as in `nanochat.order`. Shares of many documents are similar: all 1."""
+    if source.groups.sum() >= SHARE_DOCUMENTS * config.V:
+        return np.ones(config.V)
+    limit = config.tokens_in_shares or int(source.means.max())
+    means = np.minimum(source.means, limit)
+    order = open_order(source, bucket=bucket, config=config)
+    sizes = np.zeros(config.V)
+    for lane in range(config.V):
+        share = order.share(lane, 0)
+        place = share.start
+        while place < share.stop:
+            unit = order.unit(0, place, share.stop)
+            sizes[lane] += means[unit.groups].sum()
+            place += len(unit.groups)
+    return sizes / sizes.mean()
+
+
+def repeating_lanes(sizes: np.ndarray, passes: float) -> int:
+    """How many lanes read again what others read, although less than half of the bucket is read: the
+    run has more `passes` than their first share lasts. `sizes`: see `share_sizes`."""
+    return int((sizes < min(LITTLE_READ, passes)).sum())

@@ -14,8 +14,21 @@ from typing import Any
 import numpy as np
 
 from nanochat.common import counted, print0, table
-from nanochat.plan import BucketPlan, Plan, Sample, Starting, lanes_that_suffice, make_run_plan
-from nanochat.sources import RunData
+from nanochat.order import StreamConfig
+from nanochat.plan import (
+    LITTLE_READ,
+    BucketPlan,
+    Plan,
+    Sample,
+    Starting,
+    lanes_that_suffice,
+    lanes_without_repeats,
+    make_run_plan,
+    repeating_lanes,
+    share_sizes,
+)
+from nanochat.run_order import stream_config
+from nanochat.sources import RunData, Source
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +55,8 @@ def rehearse(start: Starting, data: RunData) -> Plan:
     why = refusal(plan, start) or problem(plan, lanes)
     if why and start.settings.plan == "error":
         raise ValueError(why)
-    for line in filter(None, [*warnings(plan, lanes), why, likely_problem(plan, lanes)]):
+    notes = [*warnings(plan, lanes), *repeats(plan, start, data)]
+    for line in filter(None, [*notes, why, likely_problem(plan, lanes)]):
         log.warning("%s", line)
     return plan
 
@@ -53,7 +67,7 @@ def print_passes(start: Starting, data: RunData) -> None:
     data cannot run dry, so only `binned` rows need a plan. ValueError with --plan=error if nearly
     all of a new run's tokens would be cropped."""
     settings = start.settings
-    [source] = data.train.values()
+    [(bucket, source)] = data.train.items()
     T = settings.max_seq_len
     sample = Sample(source)
     about = "" if sample.is_whole else "about "
@@ -81,7 +95,10 @@ def print_passes(start: Starting, data: RunData) -> None:
     trained = start.horizon.total_tokens
     passes = trained / emitted
     shown = f"{passes:.2g}"
-    if passes < 0.5:
+    repeating = _repeats("its data", start, bucket, source, passes)
+    if repeating:
+        often = f"{shown} times as many, some of them several times"
+    elif passes < 0.5:
         often = "less than half of them"
     elif shown == "1":
         often = "them once"
@@ -99,6 +116,8 @@ def print_passes(start: Starting, data: RunData) -> None:
         about=about,
     ):
         log.warning("%s", line)
+    if repeating:
+        log.warning("%s", repeating)
 
 
 # ---- what should stop a run, or be said first ----------------------------------------------------
@@ -124,9 +143,40 @@ def fewer_lanes(plan: Plan, start: Starting, data: RunData) -> str:
 def _lanes_starve(plan: Plan) -> bool:
     """Whether the lanes are too many for a bucket: one is dry while most of the bucket is unread."""
     for bucket in plan.buckets.values():
-        if bucket.usable is not None and bucket.usable < LITTLE_USABLE * _tokens_for_rows(bucket):
+        if bucket.usable is not None and bucket.usable < LITTLE_READ * _tokens_for_rows(bucket):
             return True
     return False
+
+
+def repeats(plan: Plan, start: Starting, data: RunData) -> list[str]:
+    """A sentence for each bucket with too few documents for the lanes of a new run. Not for one that
+    runs dry: `warnings` speaks of it."""
+    sentences = []
+    for name, bucket in plan.buckets.items():
+        if bucket.dry_step is None:
+            of = _data_of(plan, name)
+            sentences.append(_repeats(of, start, name, data.train[name], bucket.passes))
+    return [*filter(None, sentences)]
+
+
+def _repeats(data: str, start: Starting, bucket: str, source: Source, passes: float) -> str:
+    """Says that some lanes read again what others read, and what to do. A lane that is through its
+    share of the documents, or has none, goes on with the share of another lane."""
+    config = stream_config(start.settings)
+    if not _is_new(start) or not isinstance(config, StreamConfig):
+        return ""
+    sizes = share_sizes(config, bucket, source)
+    number = repeating_lanes(sizes, passes)
+    if not number:
+        return ""
+    when = "from step 0 on" if sizes.min() == 0 else "early in the run"
+    lanes = lanes_without_repeats(start.settings, bucket, source, passes)
+    way = "use more documents" if lanes is None else f"--lanes={lanes} suffices"
+    return (
+        f"{data} has {counted(int(source.groups.sum()), 'document')} for {counted(config.V, 'lane')}: {when}, "
+        f"{number} of them read again what others read, so the run sees some text several times before it has "
+        f"seen the rest; {way}"
+    )
 
 
 def _has_enough(bucket: BucketPlan) -> bool:

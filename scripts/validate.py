@@ -38,6 +38,7 @@ from nanochat.plan_report import (
     plan_lines,
     problem,
     refusal,
+    repeats,
     warnings,
 )
 from nanochat.run_dir import Fork, find_run_at, is_run_dir, run_path
@@ -173,7 +174,7 @@ def report_plan(plan: Plan, run: Run) -> bool:
     """Print a plan, its warnings, and why the run should not start. Returns whether it should."""
     print(*plan_lines(plan), LEGEND, sep="\n")
     lanes = fewer_lanes(plan, run, run.data)
-    for line in warnings(plan, lanes):
+    for line in [*warnings(plan, lanes), *repeats(plan, run, run.data)]:
         print(f"warning: {line}")
     why = problem(plan, lanes) or refusal(plan, run)
     likely = likely_problem(plan, lanes)

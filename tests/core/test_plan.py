@@ -311,7 +311,9 @@ def plan_of_books(tmp_path, monkeypatch, *, fork=None, passes=1, steps=40):
     mix = curriculum(16, 4, [10**6], [{"books": 1, "code": 1}], max_epochs=epochs)
     config = StreamConfig(T=16, V=4, buffer_size=8, long_docs="split", overlap=3, curriculum=mix)
     monkeypatch.setattr(plan_module, "stream_config", lambda settings: config)
-    settings = SimpleNamespace(fork=fork, world_size=1, leaves=1)
+    settings = SimpleNamespace(
+        fork=fork, world_size=1, leaves=1, total_batch_size=4 * 16, max_seq_len=16
+    )
     start = SimpleNamespace(config={}, settings=settings)
     plan = make_plan(config, sources, rows_per_step=4, num_steps=steps)
     assert plan.halt and "books" in plan.halt, "the case"

@@ -223,6 +223,41 @@ def test_without_a_curriculum_training_keeps_no_plan_but_prints_the_same_figures
     assert "its data" not in training.succeed(**given(workplace, **few)).err
 
 
+@pytest.mark.parametrize("has_curriculum", [False, True])
+@pytest.mark.parametrize(
+    ("books", "lanes", "repeating", "suffices"), [(1, 8, 7, 1), (3, 8, 5, 2), (10, 16, 6, 8)]
+)
+def test_fewer_documents_than_lanes_are_warned_of_although_no_bucket_can_run_dry(
+    workplace, has_curriculum, books, lanes, repeating, suffices
+):
+    """Regression: a run read a book eight times at once, "0.93 times", without a warning."""
+    for bucket in ("books", "other"):
+        folder = workplace / "few" / bucket
+        folder.mkdir(parents=True)
+        for number in range(books if bucket == "books" else 40):
+            (folder / f"{number:02d}.txt").write_text("It was the best of times. " * 400)
+    few = {"data_path": workplace / "few", "data_format": "text", "val_fraction": 0.05}
+    few |= {"lanes": lanes, "num_iterations": 2, "curriculum": None}
+    if has_curriculum:
+        few["curriculum"] = workplace / "mix.yaml"
+        few["curriculum"].write_text(
+            f"curriculum: [{{duration_tokens: {2 * STEP}, mix: {{books: 1, other: 1}}}}]\n"
+            "max_epochs: {books: 0}\n"
+        )
+    else:
+        few["data_path"] /= "books"
+    data = "bucket 'books'" if has_curriculum else "its data"
+    sentence = f"{data} has {books} document"
+    [warned] = [line for line in checked(**few)[1].splitlines() if sentence in line]
+    assert f"from step 0 on, {repeating} of them read again" in warned
+    assert warned.endswith(f"; --lanes={suffices} suffices")
+    outcome = training.succeed(**given(workplace, **few))
+    assert warned.removeprefix("warning: ") in outcome.err
+    assert "this run reads them" not in outcome.out
+    few |= {"lanes": suffices, "model_tag": "enough"}
+    assert sentence not in training.succeed(**given(workplace, **few)).err
+
+
 def test_windows_of_which_a_row_holds_only_the_repeated_part_are_warned_of(workplace):
     """Regression: such a run trained on almost nothing, and ended at its first step without a
     target, with advice against divergence."""

@@ -4,6 +4,7 @@ tests/core/test_stream_laws.py."""
 import numpy as np
 import pytest
 
+from nanochat.curriculum import Curriculum, Phase
 from nanochat.order import StreamConfig
 from nanochat.packing import LAYOUTS, Concat
 from nanochat.rows import Packed
@@ -44,6 +45,44 @@ def test_a_resume_reads_each_pending_document_once_and_no_other_document_of_the_
         pass  # closing waits for reads in progress
     reads = [(group, number) for group, numbers in source.reads for number in numbers]
     assert len(waiting) > 20 and set(reads) <= set(waiting) and len(reads) == len(set(reads))
+
+
+# ---- long and short documents --------------------------------------------------------------------
+
+
+def share_of_short_documents(sources, mix, *, beginning):
+    """Of the tokens in the first (`beginning`) or last tenth of a pass over 20 books of 3,000 tokens
+    and 600 notes of 100."""
+    config = StreamConfig(
+        T=16, V=2, max_epochs=1, long_docs="split", overlap=2, buffer_size=64, curriculum=mix
+    )
+    stream = Stream(config, sources, range(2), tokenizer="t", num_threads=0)
+    rows = []
+    while len(packed := stream.next_rows(1)) == 2:
+        rows += packed
+    stream.close()
+    tenth = len(rows) // 10
+    counts = {True: 0, False: 0}
+    for row in rows[:tenth] if beginning else rows[-tenth:]:
+        for key, _, length, _ in row.placed:
+            is_short = row.bucket == "notes" or (row.bucket == "both" and key.group == 1)
+            counts[is_short] += length
+    return counts[True] / sum(counts.values())
+
+
+@pytest.mark.parametrize("beginning", [True, False])
+def test_split_uses_up_short_documents_before_long_ones_and_buckets_mix_them_evenly(beginning):
+    """docs/data.md says so."""
+    books = [np.arange(3000) for _ in range(20)]
+    notes = [np.arange(100) for _ in range(600)]
+    together = share_of_short_documents(
+        {"both": MemorySource([books, notes], small=True)}, None, beginning=beginning
+    )
+    assert together > 0.85 if beginning else together < 0.05
+    mix = Curriculum([Phase(10**6, {"books": 1, "notes": 1})])
+    buckets = {"books": MemorySource([books]), "notes": MemorySource([notes])}
+    apart = share_of_short_documents(buckets, mix, beginning=beginning)
+    assert apart == pytest.approx(0.5, abs=0.05)
 
 
 # ---- memory --------------------------------------------------------------------------------------

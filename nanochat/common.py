@@ -649,10 +649,21 @@ if not typing.TYPE_CHECKING:
 # ---- output -------------------------------------------------------------------------------------
 
 
+class Bits(float):
+    """Bits per byte or a loss, which `show` writes with three decimals: 1.9996 is 2.000, not 2."""
+
+    @classmethod
+    def of(cls, value: float | None) -> "Bits | None":
+        """A measured value; None stays None."""
+        return None if value is None else cls(value)
+
+
 def show(value: object) -> str:
     """A readable value: 1,234; 0.1235; 2.67e+12; yes; a dash for None."""
     if value is None or isinstance(value, bool):
         return {True: "yes", False: "no", None: "-"}[value]
+    if isinstance(value, Bits):
+        return f"{value:.3f}"
     if isinstance(value, int):
         return f"{value:,}"
     if isinstance(value, float):

@@ -15,7 +15,7 @@ from html import escape
 from typing import Any
 
 from nanochat import seen
-from nanochat.common import counted, duration, few, show, visible
+from nanochat.common import Bits, counted, duration, few, show, visible
 from nanochat.config import current
 from nanochat.pins import Manifests, contents_of
 from nanochat.run_dir import changes_text, setting_texts
@@ -163,7 +163,7 @@ def progress_sentences(run: RunReader) -> list[str]:
         since = f" at step {first_step:,}" if first_step > run.first_step else ""
         where = f" at step {newest_step:,}" if newest_step < last.last else ""
         sentences.append(
-            f"Validation bits per byte {moved} from {show(first)}{since} to {show(newest)}{where}."
+            f"Validation bits per byte {moved} from {show(Bits(first))}{since} to {show(Bits(newest))}{where}."
         )
     return sentences
 

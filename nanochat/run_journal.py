@@ -23,7 +23,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from nanochat.common import duration, open_door, print0, show
+from nanochat.common import Bits, duration, open_door, print0, show
 from nanochat.dist import versions
 from nanochat.run_dir import RowLosses, TrainLog
 from nanochat.run_guard import Guard
@@ -140,8 +140,8 @@ class Terminal(Sink):
     def step(self, report: StepReport) -> None:
         print0(f"step {report.step:05d}/{self.last:05d} | {report.line}")
         self.bar.set_postfix_str(
-            f"loss {show(report.smooth_loss)}, "
-            f"bits per byte {show(self.val_bpb)} at step {show(self.val_step)}, "
+            f"loss {show(Bits.of(report.smooth_loss))}, "
+            f"bits per byte {show(Bits.of(self.val_bpb))} at step {show(self.val_step)}, "
             f"{show(report.tokens_per_s)} tok/s, "
             f"eta {duration(report.eta_s)}",
             refresh=False,

@@ -71,6 +71,11 @@ EVENTS: dict[str, dict[str, object]] = {
 }
 ENDS = ("completed", "stopped", "halted", "failed")  # events that end a launch
 EVALUATION = {"step": int, "train_bpb": dict, "samples": dict}
+# what its train_bpb is of: rows of `dataloader.validation_loader`
+TRAIN_SAMPLE = (
+    "The sample of the training files cannot show overfitting: the run may not have read it, and it usually has more "
+    "beginnings of documents than validation, which are easier to predict."
+)
 LOSSES = {"val_bpb", "val_loss", "unigram_bpb"}  # in an evaluation, unless it skipped them
 Table = list[tuple[Any, ...]]
 LogRecord = dict[str, Any]  # a line of the log

@@ -7,9 +7,12 @@ Evaluate a trained model: bits per byte on validation and training data, samples
     python -m scripts.base_eval d12@1000 --json eval.json
 
 Tokenizer, data files and row length come from the run directory. With the default --eval-tokens,
-the validation result equals the one that training printed at that step. A unigram model, which only
-knows how frequent each token is in the first rows of training, is evaluated for comparison. CORE
-needs only the run's model and tokenizer, and the eval_bundle folder (nanochat/core_eval.py).
+the validation result equals the one that training printed at that step. The training data is a
+sample of the training files, which cannot show overfitting: the run may not have read it, and it
+usually has more beginnings of documents than validation, which are easier to predict. A unigram
+model, which only knows how frequent each token is in the first rows of training, is evaluated for
+comparison. CORE needs only the run's model and tokenizer, and the eval_bundle folder
+(nanochat/core_eval.py).
 Results are written to RUN/eval.json, and CORE's table to RUN/eval.csv.
 """
 
@@ -46,6 +49,7 @@ from nanochat.loss_eval import evaluate_bpb, evaluate_buckets, in_nats
 from nanochat.order import StreamConfig
 from nanochat.pins import DATA_MANIFEST, read_manifests
 from nanochat.run_dir import find_run_at
+from nanochat.run_reader import TRAIN_SAMPLE
 from nanochat.sources import RunData, Source, open_data
 from nanochat.start_run import open_run
 from nanochat.stream import OtherStreamConfig
@@ -346,6 +350,8 @@ def report(result: dict[str, Any]) -> None:
         lines = table((title, "nats per token"), result_rows(result, "loss"))
     elif "val_bpb" in result:
         lines = table((title, "bits per byte"), result_rows(result, "bpb"))
+    if result["train_bpb"] or result.get("train_loss"):
+        lines.append(TRAIN_SAMPLE)
     if "core" in result:
         lines.append(f"CORE metric: {result['core']['core_metric']:.4f}")
     print0("-" * 80, *lines, sep="\n")
@@ -359,7 +365,7 @@ def result_rows(result: dict[str, Any], key: str) -> list[tuple[str, str]]:
         for bucket, loss in buckets.items():
             losses.append((f"validation, {bucket}", loss))
     for bucket, loss in result[f"train_{key}"].items():
-        losses.append((f"train, {bucket}", loss))
+        losses.append((f"sample of the training files, {bucket}", loss))
     losses.append(("validation, unigram model", result[f"unigram_{key}"]))
     return [(name, f"{loss:.6f}") for name, loss in losses]
 

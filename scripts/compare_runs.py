@@ -50,7 +50,7 @@ from nanochat.checkpoint import (
     read_seal,
 )
 from nanochat.cli import EXIT_FAILED, Parser, run_main, setup_logging
-from nanochat.common import counted, few, show, table
+from nanochat.common import Bits, counted, few, show, table
 from nanochat.dist import VERSIONS
 from nanochat.pins import compare_files
 from nanochat.run_dir import around_difference, changes_text, find_run, is_step, read_cursors
@@ -706,7 +706,8 @@ def same_tokens(a: Side, b: Side) -> list[list[Any]]:
     rows = []
     for mark in sorted(marks):
         losses = [interpolate(points, mark) for points in (loss_a, loss_b)]
-        rows.append([mark, *losses, bpb_a.get(mark), bpb_b.get(mark)])
+        values = [*losses, bpb_a.get(mark), bpb_b.get(mark)]
+        rows.append([mark, *map(Bits.of, values)])
     return rows
 
 

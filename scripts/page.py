@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from nanochat.cli import Parser, run_main
-from nanochat.common import counted, duration, few, show, write_bytes
+from nanochat.common import Bits, counted, duration, few, show, write_bytes
 from nanochat.run_curves import (
     BPB,
     LOSS,
@@ -297,10 +297,10 @@ def figures_of(run: Run) -> dict[str, str]:
     if len(evaluated) > 1:
         step, first = evaluated[0]
         when = "at first" if step == run.first_step else f"at step {step:,}"
-        measured += f", {show(first)} {when}"
+        measured += f", {show(Bits(first))} {when}"
     figures = {
         "steps": f"{done:,} / {run.horizon or done:,}",
-        measured: show(newest),
+        measured: show(Bits.of(newest)),
         "tokens/s, median of the last 100 steps": show(run.median("tokens_per_s", last=100)),
     }
     if run.alive:
@@ -347,7 +347,7 @@ def tree(runs: Sequence[Run]) -> str:
         if run.val_bpb:
             step, bpb = [*run.val_bpb.items()][-1]
             when = "" if step == run.reached else f" at step {step:,}"
-            texts.append(f"{show(bpb)} bits per byte{when}")
+            texts.append(f"{show(Bits(bpb))} bits per byte{when}")
         about = escape("; ".join(filter(None, texts)))
         content = f'{branch}{swatch(run)}{pill(run)} <span class="soft">{about}</span>'
         items += f'<p style="margin-left: {20 * run.depth}px">{content}</p>'

@@ -22,7 +22,7 @@ from typing import Any
 
 from nanochat import seen
 from nanochat.cli import Parser, run_main
-from nanochat.common import duration, write_bytes
+from nanochat.common import Bits, duration, write_bytes
 from nanochat.run_curves import tokens_by_bucket
 from nanochat.run_dir import find_run
 from nanochat.run_facts import (
@@ -34,7 +34,7 @@ from nanochat.run_facts import (
     sentences_about,
     settings_table,
 )
-from nanochat.run_reader import RunReader, ledger_table
+from nanochat.run_reader import TRAIN_SAMPLE, RunReader, ledger_table
 from nanochat.run_settings import setting_tables
 
 STAGE = re.compile(r"(?m)^(.*)\t([0-9.]+)\t([0-9]+)\t(.*)$")  # name, seconds, exit code, command
@@ -79,13 +79,15 @@ def result_part(run: RunReader) -> list[str]:
         lines.append(
             f"The evaluation is from step {evaluation['step']:,}; training continued after it."
         )
+    if evaluation and evaluation["train_bpb"]:
+        lines.append(TRAIN_SAMPLE)
     return lines
 
 
 def quality_figures(run: RunReader) -> dict[str, Any]:
     """{figure: value}: what the model learned; None if it is not known."""
-    val = run.val_bpb
-    figures = {"validation bits per byte, before training": val.get(0)}
+    val = {step: Bits(bpb) for step, bpb in run.val_bpb.items()}
+    figures: dict[str, Any] = {"validation bits per byte, before training": val.get(0)}
     last_step = max(val, default=0)
     if last_step:
         figures[f"validation bits per byte, {when(run, last_step)}"] = val[last_step]
@@ -97,11 +99,11 @@ def quality_figures(run: RunReader) -> dict[str, Any]:
     step = evaluation["step"]
     at = "" if is_last(run, step) else f", {when(run, step)}"
     if "val_bpb" in evaluation:
-        figures[f"validation bits per byte, {when(run, step)}"] = evaluation["val_bpb"]
-    unigram = evaluation.get("unigram_bpb")
+        figures[f"validation bits per byte, {when(run, step)}"] = Bits(evaluation["val_bpb"])
+    unigram = Bits.of(evaluation.get("unigram_bpb"))
     figures["bits per byte of a unigram model on the same tokens"] = unigram
     for bucket, bpb in evaluation["train_bpb"].items():
-        figures[f"training bits per byte, `{bucket}`{at}"] = bpb
+        figures[f"bits per byte of a sample of the training files, `{bucket}`{at}"] = Bits(bpb)
     figures[f"CORE metric{at}"] = evaluation.get("core", {}).get("core_metric")
     return figures
 

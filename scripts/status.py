@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import Any
 
 from nanochat.cli import Parser, run_main
-from nanochat.common import counted, duration, get_base_dir, show, table
+from nanochat.common import Bits, counted, duration, get_base_dir, show, table
 from nanochat.run_dir import Fork, changes_text, find_run, list_runs, run_path
 from nanochat.run_reader import RunReader, tree_of
 
@@ -105,14 +105,14 @@ def cells(run: dict[str, Any]) -> dict[str, Any]:
         progress += f" ({100 * step / total:.1f} %)"
     bpb, bpb_step = run["val_bpb"], run.get("val_step")
     if bpb is not None and bpb_step is not None:
-        bpb = f"{show(bpb)} at step {bpb_step:,}"
+        bpb = f"{show(Bits(bpb))} at step {bpb_step:,}"
     elif run["fork"] is not None:
         bpb = None  # its parent's, in the state of a fork that older code began
     return {
         "run": Path(run["run"]).name,
         "state": run["shown"],
         "step": progress,
-        "loss": run.get("loss"),
+        "loss": Bits.of(run.get("loss")),
         "bits per byte": bpb,
         "tok/s": run["tokens_per_s"] if alive else None,
         "eta": duration(run["eta_s"] if alive else None),

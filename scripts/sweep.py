@@ -40,7 +40,7 @@ from typing import Any
 import numpy as np
 
 from nanochat.cli import Parser, run_main
-from nanochat.common import check_shape, counted, hash_json, print0, table, write_bytes
+from nanochat.common import Bits, check_shape, counted, hash_json, print0, table, write_bytes
 from nanochat.pins import fingerprint
 from nanochat.run_dir import CONFIG_NAME, find_run, list_runs
 from nanochat.run_facts import validation_note
@@ -278,7 +278,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     }
     for name, (columns, lines) in tables.items():
         write_bytes(args.out / name, to_csv(columns, lines).encode())
-        cells = [[line[name] for name in columns] for line in lines]
+        cells = []
+        for line in lines:
+            bits = {"val_bpb": Bits.of(line.get("val_bpb"))}
+            cells.append([(line | bits)[name] for name in columns])
         print0(*table(columns, cells), "", sep="\n")
     for law in laws:
         print0(f"{law['of']} = {formula(law)}")

@@ -68,6 +68,15 @@ def test_the_result_equals_that_of_training(run, first_result):
     )
 
 
+def test_the_sample_of_the_training_files_is_called_no_sign_of_overfitting(capsys):
+    """Regression: "train, data", beside validation, looked like a figure of the text trained on."""
+    bpb = {"val_bpb": 2.0, "val_buckets": {}, "train_bpb": {"data": 1.5}, "unigram_bpb": 4.0}
+    base_eval.report({"samples": {}, "checkpoint": "d12", "step": 7, **bpb})
+    out = capsys.readouterr().out
+    assert "sample of the training files, data  1.500000" in out
+    assert "cannot show overfitting" in out
+
+
 def test_a_replay_that_is_not_kept_is_named_by_its_step(base, run, tmp_path, capsys):
     """Regression: the result named a temporary folder, which was deleted."""
     replayed = shutil.copytree(run, tmp_path / "run")

@@ -430,7 +430,7 @@ def test_the_tokens_of_a_fork_are_those_trained_in_its_time_and_one_evaluation_i
     run = page.Run(forks[0], 0)
     figures = page.figures_of(run)
     assert figures["tokens of its own"] == f"{160 * (STEPS - 30):,}"
-    assert figures["bits per byte"] == "2.5"
+    assert figures["bits per byte"] == "2.500"
     assert figures["tokens/s, median of the last 100 steps"] == "354.5"
     [sentence, *_] = page.sentences_about(run)[1:]
     assert f": {160 * (STEPS - 30):,} tokens of its own in " in sentence
@@ -442,7 +442,7 @@ def test_bits_per_byte_of_an_older_step_name_it(tmp_path):
     log = made / "logs" / "train.jsonl"
     log.write_text(log.read_text().replace('"step": 40, "bpb"', '"step": 30, "bpb"'))
     html, _ = write([made], tmp_path / "page.html")
-    assert "bits per byte at step 30, 4.25 at first" in html
+    assert "bits per byte at step 30, 4.250 at first" in html
 
 
 def test_hostile_texts_stay_texts(runs, tmp_path):

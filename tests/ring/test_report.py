@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from nanochat.checkpoint import load_checkpoint
-from nanochat.common import duration, show, write_json
+from nanochat.common import Bits, duration, show, write_json
 from nanochat.run_dir import read_config
 from nanochat.run_reader import RunReader, ledger_table
 from nanochat.stream import LEDGER, ledger, token_share
@@ -104,10 +104,10 @@ def test_every_figure_is_the_one_on_disk(run):
     seconds, waited = (sum(step[name] for step in steps) for name in ("step_s", "wait_s"))
     account = ledger(load_checkpoint(training.final()).cursors, T)["data"]
     for name, expected in {
-        "validation bits per byte, before training": [show(val[0])],
+        "validation bits per byte, before training": [show(Bits(val[0]))],
         "validation bits per byte, after": ["2.062"],
         "bits per byte of a unigram model on the same tokens": ["3.812"],
-        "training bits per byte, `data`": ["1.938"],
+        "bits per byte of a sample of the training files, `data`": ["1.938"],
         "steps": ["8"],
         "tokens in rows": ["4,096"],
         "training time": [
@@ -163,9 +163,10 @@ def test_sentences_and_samples_say_how_the_run_went(run):
     val = [event["bpb"] for event in training.events("val")]
     assert text.splitlines()[2:5] == [
         f"The run completed after 8 of 8 steps: 4,096 tokens in {duration(seconds)} of training.",
-        f"Validation bits per byte fell from {show(val[0])} to {show(val[-1])}.",
+        f"Validation bits per byte fell from {show(Bits(val[0]))} to {show(Bits(val[-1]))}.",
         "It took 2 launches (1 killed), on 1 and 2 processes.",
     ]
+    assert "The sample of the training files cannot show overfitting" in text
     assert "It balances" in text and "after 8 steps, in tokens" in text
     assert "````text\nOnce ```upon```\na time\n````" in text and "```text\nimport | os\n```" in text
 
@@ -175,10 +176,12 @@ def test_an_evaluation_of_an_older_checkpoint_does_not_replace_the_final_figures
     write_json(run / "eval.json", {**EVALUATION, "step": 6, "core": {"core_metric": 0.25}})
     text = make_report(RunReader(run))
     found = rows(text)
-    assert found["validation bits per byte, after"] == [show(training.events("val")[-1]["bpb"])]
+    assert found["validation bits per byte, after"] == [
+        show(Bits(training.events("val")[-1]["bpb"]))
+    ]
     for figure, value in (
         ("validation bits per byte", "2.062"),
-        ("training bits per byte, `data`", "1.938"),
+        ("bits per byte of a sample of the training files, `data`", "1.938"),
         ("CORE metric", "0.25"),
     ):
         assert found[f"{figure}, at step 6"] == [value] and figure not in found

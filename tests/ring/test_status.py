@@ -173,7 +173,7 @@ def test_one_run_at_a_glance(base, capsys):
         "state": "running",
         "step": "1,234/5,000 (24.7 %)",
         "loss": "3.215",
-        "bits per byte": "1.25 at step 1,000",
+        "bits per byte": "1.250 at step 1,000",
         "tok/s": "412,346",
         "eta": "2 h 05 min",
         "last checkpoint": "checkpoint-1000",

@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from nanochat.common import (
+    Bits,
     Stop,
     atomic_open,
     check_stop,
@@ -88,6 +89,16 @@ def test_damaged_json_is_refused_with_file_field_and_remedy(tmp_path, text, erro
     path.write_bytes(text.encode("latin-1"))
     with pytest.raises(ValueError, match=rf"a\.json: {error}.*; run it again"):
         read_json(path, SHAPE, remedy="run it again")
+
+
+def test_bits_per_byte_keep_three_decimals():
+    """Regression: 1.9996 was shown as 2, beside 3.368."""
+    assert [show(Bits.of(value)) for value in (1.9996, 3.37, 10.25, None)] == [
+        "2.000",
+        "3.370",
+        "10.250",
+        "-",
+    ]
 
 
 def test_values_and_durations_read_well():

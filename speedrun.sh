@@ -110,6 +110,16 @@ wait_for_download() {
     return $code
 }
 
+end_if_stopped() { # end the script if the training was stopped before its last step
+    local code=0
+    if [[ -n "$DRY_RUN" ]]; then return; fi
+    python -m scripts.status "$TAG" --exit-code >/dev/null || code=$?
+    if [[ $code == 10 ]]; then
+        echo "speedrun: the training was stopped before its last step; to continue, run this script again" >&2
+        exit 10
+    fi
+}
+
 STEP_0=b4e972893cbcf8de # digest of the first batch of the cpu profile: the same for everyone, because the corpus is
 check_first_batch() { # log: print whether the run began with the batch with which everyone's run begins
     local digest
@@ -132,6 +142,7 @@ gpu_profile() {
     stage "wait for the download" wait_for_download
     stage "training" "${torchrun[@]}" -m scripts.base_train -- --depth=24 --device-batch-size=16 \
         --save-every=2000 --device-type=cuda --model-tag="$TAG" --run="$RUN_NAME"
+    end_if_stopped
     stage "evaluation" "${torchrun[@]}" -m scripts.base_eval "$TAG" --device-type=cuda
     stage "report" python -m scripts.report "$TAG" --stages="$STAGES"
 }
@@ -149,6 +160,7 @@ cpu_profile() {
         --num-iterations="$CPU_ITERATIONS" --warmup-steps=50 --eval-every=50 --eval-tokens=65536 --save-every=50 \
         --matrix-lr=0.16 --embedding-lr=2.4 --unembedding-lr=0.064 --tokenizer-threads=1 \
         --long-docs=split --overlap=32 --sample-every=-1 --device-type=cpu --model-tag="$TAG" --run="$RUN_NAME"
+    end_if_stopped
     check_first_batch "$NANOCHAT_BASE_DIR/runs/$TAG/logs/train.jsonl"
     stage "evaluation" python -m scripts.base_eval "$TAG" --device-type=cpu --unigram-tokens=1000000
     stage "report" python -m scripts.report "$TAG" --stages="$STAGES"

@@ -35,12 +35,23 @@ if [[ -n "$TINY" ]]; then
         --sample-every=-1 --save-every=50 --keep-last-k=1 --device-type=cpu)
 fi
 
+end_if_stopped() { # tag: end the script if the run was stopped before its last step
+    local code=0
+    if [[ -n "${DRY_RUN:-}" ]]; then return; fi
+    python -m scripts.status "$1" --exit-code >/dev/null || code=$?
+    if [[ $code == 10 ]]; then
+        echo "$0: the run $1 was stopped before its last step; to continue, run this script again" >&2
+        exit 10
+    fi
+}
+
 train() { # tag, flags: start a run, or resume it from its newest checkpoint; a finished run is left as it is
     local tag="$1"
     shift
     if [[ -n "${DEVICE_BATCH_SIZE:-}" ]]; then set -- "$@" --device-batch-size="$DEVICE_BATCH_SIZE"; fi
     if [[ -n "${WANDB_RUN:-}" ]]; then set -- "$@" --run="${WANDB_RUN}_$tag"; fi
     on_all_gpus scripts.base_train "${MODEL[@]}" --model-tag="$tag" "$@"
+    end_if_stopped "$tag"
     if [[ -n "${CORE:-}" && ! -f "$NANOCHAT_BASE_DIR/runs/$tag/eval.csv" ]]; then
         on_all_gpus scripts.base_eval "$tag" --eval=core
     fi
@@ -51,4 +62,5 @@ fork() { # tag, RUN@STEP, flags: continue RUN from STEP as a new run that differ
     shift 2
     if [[ -n "${WANDB_RUN:-}" ]]; then set -- "$@" --run="${WANDB_RUN}_$tag"; fi
     on_all_gpus scripts.base_train --fork-from="$from" --model-tag="$tag" "$@"
+    end_if_stopped "$tag"
 }

@@ -223,6 +223,7 @@ def test_the_stages_of_the_cpu_profile_have_a_working_order(tmp_path):
         "dev.make_sample_corpus",
         "scripts.tok_train",
         "scripts.base_train",
+        "scripts.status",
         "scripts.base_eval",
         "scripts.report",
     ]
@@ -269,6 +270,48 @@ def test_a_signal_names_the_stage_and_the_way_on(tmp_path):
     )
 
 
+@pytest.mark.parametrize("profile", ["cpu", "gpu"])
+def test_a_training_that_was_stopped_ends_the_script_with_the_way_on(tmp_path, profile):
+    """Regression: after scripts.stop, it evaluated and reported a model of half its steps."""
+    result, called = run_stages(tmp_path, profile, failing="scripts.status", fail="exit 10")
+    assert result.returncode == 10 and called[-2:] == ["scripts.base_train", "scripts.status"]
+    assert result.stderr == (
+        "speedrun: the training was stopped before its last step; to continue, run this script again\n"
+    )
+
+
+def test_the_other_scripts_end_with_the_first_run_that_was_stopped(tmp_path):
+    """Regression: wsd.sh forked a run from a step that it had not reached."""
+    folder = tmp_path / "repo"
+    (folder / ".venv" / "bin").mkdir(parents=True)
+    shutil.copytree(ROOT / "runs", folder / "runs")
+    executable(
+        folder / ".venv" / "bin" / "python",
+        STAND_IN.format(download="true", failing="scripts.status", fail="exit 10"),
+    )
+    calls = tmp_path / "calls"
+    environment = {
+        "TINY": "1",
+        "CALLS": str(calls),
+        "NANOCHAT_BASE_DIR": str(tmp_path),
+        "DRY_RUN": "",
+    }
+    result = subprocess.run(
+        ["bash", "runs/wsd.sh"],
+        cwd=folder,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+    )
+    assert result.returncode == 10 and result.stderr.endswith(
+        "the run stable was stopped before its last step; to continue, run this script again\n"
+    )
+    called = re.findall(r"-m (\S+)", calls.read_text())
+    assert called[-2:] == ["scripts.base_train", "scripts.status"]
+    assert called.count("scripts.base_train") == 1
+
+
 def test_a_failed_stage_stops_the_script_and_its_time_is_recorded(tmp_path):
     result, called = run_stages(tmp_path, "cpu", failing="base_train")
     assert result.returncode == 7 and "stage 'training' failed (7)" in result.stderr
@@ -288,7 +331,7 @@ def test_a_failed_stage_stops_the_script_and_its_time_is_recorded(tmp_path):
         (
             "true",
             0,
-            ["scripts.base_train", "scripts.base_eval", "scripts.report"],
+            ["scripts.base_train", "scripts.status", "scripts.base_eval", "scripts.report"],
         ),
         ("echo gone; exit 5", 5, []),
     ],

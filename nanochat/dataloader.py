@@ -523,11 +523,17 @@ def validation_loader(
 def validation_prompts(
     sources: Mapping[str, Source], tokenizer: Tokenizer, T: int
 ) -> list[list[int]]:
-    """The first tokens, BOS included, of the documents at the start of a few validation rows.
+    """The first tokens, BOS included, of the documents at the start of a few validation rows: of each
+    bucket in turn."""
+    by_bucket = [_prompts_of(source, tokenizer, T) for source in sources.values()]
+    prompts: list[list[int]] = []
+    for turn in itertools.zip_longest(*by_bucket):
+        prompts += filter(None, turn)
+    return prompts[:NUM_PROMPTS]
 
-    The rows are those of the first validation source.
-    """
-    source = next(iter(sources.values()))
+
+def _prompts_of(source: Source, tokenizer: Tokenizer, T: int) -> list[list[int]]:
+    """The prompts that a bucket has for `validation_prompts`."""
     bos = tokenizer.get_bos_token_id()
     prompts = []
     for batch in validation_loader(
@@ -541,7 +547,7 @@ def validation_prompts(
         for row in batch.inputs[(batch.targets >= 0).any(dim=1)].tolist():  # without padding rows
             tokens = row[: min(PROMPT_TOKENS, T // 2)]
             prompts.append(tokens[: [*tokens, bos].index(bos, 1)])  # cut before the second document
-    return prompts[:NUM_PROMPTS]
+    return prompts
 
 
 # ---- nanochat's names ----------------------------------------------------------------------------

@@ -154,6 +154,23 @@ def val_rows(source, T, **kwargs):
     return rows, len(batches)
 
 
+def test_prompts_come_from_all_buckets_in_turn():
+    """Regression: all six were of the first bucket."""
+    sources = {
+        "a": fixed_source(),
+        "b": fixed_source(num_groups=1, group_size=1),
+        "c": fixed_source(group_size=8),
+    }
+    alone = {
+        name: validation_prompts({name: source}, ByteTokenizer(), 32)
+        for name, source in sources.items()
+    }
+    a, b, c = alone.values()
+    assert len(b) == 2 and a[:3] != c[:3], "the case"
+    together = validation_prompts(sources, ByteTokenizer(), 32)
+    assert together == [a[0], b[0], c[0], a[1], b[1], c[1]]
+
+
 def test_prompts_begin_like_documents_however_few_there_are():
     """Regression: with little validation data, padding rows became empty prompts."""
     for num_groups in (1, 40):

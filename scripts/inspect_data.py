@@ -537,7 +537,8 @@ def named_documents(ancestry: Ancestry, args: argparse.Namespace) -> list[Traced
         unsearched = f". {ancestry.gap_sentence()}" if ancestry.gaps else ""
         raise ValueError(
             f"--text: {args.text!r} occurs in no document of the files of {ancestry.who()}; capitals, "
-            f"spaces and line breaks count{unsearched}"
+            f"spaces and line breaks count (bash writes a line break as $'one\\ntwo'), but not with "
+            f"--texts=FILE.jsonl, which compares words{unsearched}"
         )
     is_cut = next(matches, None) is not None
     if not args.json:

@@ -577,6 +577,7 @@ def test_a_fork_without_its_parent_says_which_steps_are_not_searched_for_a_text(
     assert "the run (from step 15 on) trained on parts of" in out and NOT_SEARCHED in out
     err = command(inspect_data.main, "find", "child", "--text=no such words").err
     assert "occurs in no document" in err and err.count(NOT_SEARCHED) == 1
+    assert "$'one\\ntwo'" in err and "--texts=FILE.jsonl, which compares words" in err
 
 
 def test_a_fork_without_its_parent_may_have_learned_what_it_masks_itself(orphan):

@@ -32,7 +32,7 @@ from nanochat.cli import Parser, run_main, setup_logging, whole
 from nanochat.common import AnyPath, as_local_path, differences, get_base_dir, is_remote
 from nanochat.files import BUCKET, DATASET_NAME, FORMATS, data_at, default_data_path
 from nanochat.splits import DataFile, describe_split, last_file_validates, split_train_val
-from nanochat.text import Selection, add_text_flags
+from nanochat.text import PLAIN_TEXT, Selection, add_text_flags, text_suffix
 from nanochat.text_kinds import read_texts
 from nanochat.tokenizer import (
     JSON_FILE,
@@ -209,13 +209,13 @@ def train(
 
 
 def count_documents(path: AnyPath) -> int | None:
-    """The number of documents in a local parquet file; None for other files, which have no cheap
-    count."""
-    return (
-        pq.read_metadata(path).num_rows
-        if path.suffix == ".parquet" and isinstance(path, Path)
-        else None
-    )
+    """The number of documents in a .txt file or a local parquet file; None for other files, which
+    have no cheap count."""
+    if text_suffix(path.name) in PLAIN_TEXT:
+        return 1
+    if path.suffix == ".parquet" and isinstance(path, Path):
+        return pq.read_metadata(path).num_rows
+    return None
 
 
 def validation_files(

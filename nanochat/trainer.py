@@ -24,7 +24,7 @@ import json
 import math
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -165,7 +165,7 @@ def note_other_schedule(saved: Mapping[str, Any], ours: Mapping[str, Any]) -> No
     Ignores what a longer horizon changes, and settings that the code has gained, at their defaults.
     """
     of_horizon = ("num_iterations", "peak_weight_decay")
-    before = {f.name: f.default for f in fields(Schedule)} | dict(saved)
+    before = Schedule.complete(saved)
     changed = [
         f"{name} was {before.get(name)}, is {value}"
         for name, value in ours.items()

@@ -66,6 +66,7 @@ from nanochat.run_history import (
     history_of,
 )
 from nanochat.run_reader import RunReader, flat_numbers
+from nanochat.schedule import Schedule
 
 DATA = {"digest": "digests", "tokens": "token counts", "cursors": "cursors"}
 SERIES = {
@@ -212,7 +213,7 @@ def contents(checkpoint: Checkpoint) -> dict[str, Any]:
 
     Tensors are memory-mapped, not read. "optimizer" and "schedule" are optional.
     """
-    state = {
+    state: dict[str, Any] = {
         "architecture": checkpoint.model_config,
         "tokenizer": checkpoint.seal.get("tokenizer_fingerprint"),
         "cursors": checkpoint.cursors,
@@ -221,6 +222,8 @@ def contents(checkpoint: Checkpoint) -> dict[str, Any]:
     for name, file in (("optimizer", OPTIMIZER_NAME), ("schedule", SCHEDULER_NAME)):
         if file in checkpoint.seal["files"]:
             state[name] = checkpoint.load(file)
+    if "schedule" in state:
+        state["schedule"] = Schedule.complete(state["schedule"])
     return state
 
 

@@ -48,7 +48,8 @@ CHARTS = {
     "wait_s": (WAIT, 1000),
     "peak_memory_bytes": ("Peak memory, GB", 1e-9),
 }
-NOT_NOISY = ("loss", "smooth_loss", "lr", "peak_memory_bytes")  # drawn as they are
+# drawn as they are; a wait is rare, and a running mean would show it as a saw tooth of 20 steps
+NOT_NOISY = ("loss", "smooth_loss", "lr", "wait_s", "peak_memory_bytes")
 # numbers that are axes, not curves; events that become marks even if they have numbers
 NOT_DRAWN = ("step", "time", "tokens", "step_s", "total_training_flops", "total_training_time")
 MARKS = (

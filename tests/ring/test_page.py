@@ -253,6 +253,7 @@ def test_of_more_than_three_runs_only_smoothed_curves_are_drawn(runs, tmp_path):
     assert norms[1] == pytest.approx(run_curves.smooth(norms[0]), rel=1e-5)
     titles = [chart["title"] for chart in many["charts"]]
     assert page.LOSS + ", smoothed" in titles and "Gradient norm, smoothed" in titles
+    assert page.WAIT in titles, "a single slow step stays one step"
     settings = text.partition("<h2>Settings</h2>")[2]
     assert settings.count('<details class="card">') == 4
 

@@ -814,8 +814,10 @@ def smaller_lanes(settings: Settings, V: int) -> list[int]:
 
 def share_sizes(config: StreamConfig, bucket: str, source: Source) -> np.ndarray:
     """(V,) float64: the tokens that each lane reads in its first pass over a bucket, divided by their
-    mean. A document counts as in `nanochat.order`. Shares of many documents are similar: all 1."""
-    if source.groups.sum() >= SHARE_DOCUMENTS * config.V:
+    mean. A document counts as in `nanochat.order`. Shares of many documents are similar: all 1, as for
+    no document."""
+    num_documents = source.groups.sum()
+    if num_documents == 0 or num_documents >= SHARE_DOCUMENTS * config.V:
         return np.ones(config.V)
     limit = config.tokens_in_shares or int(source.means.max())
     means = np.minimum(source.means, limit)

@@ -208,13 +208,14 @@ class Curriculum:
     ) -> None:
         """ValueError if a phase names a bucket that is not available. `nested`: {name: path above it}
         of folders that would be buckets if --data-path named that path."""
+        above, *others = {(nested or {}).get(bucket) for bucket in self.buckets}
         for number, phase in enumerate(self.phases, 1):
             for bucket in phase.mix:
                 if bucket in available:
                     continue
                 remedy = _hint(bucket, available)
-                if nested and bucket in nested:
-                    remedy = f"; {nested[bucket]} has: pass --data-path={nested[bucket]}"
+                if above is not None and not others:
+                    remedy = f"; {above} has: pass --data-path={above}"
                 raise ValueError(
                     f"--curriculum: phase {number} mixes {_show(bucket)}, but the data has no such "
                     f"bucket{remedy}"

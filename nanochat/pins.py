@@ -372,7 +372,7 @@ def leave_out(
         if stated and versions.get(stated["name"], stated["footer"]) != stated["footer"]:
             raise ValueError(
                 f"{list_path}: line {number}: the list was made for another version of {stated['name']}, which "
-                f"has other documents; make it again with scripts.validate --decontaminate"
+                f"has other documents; make a new one with scripts.validate --decontaminate"
             )
         if not line or line.startswith("#"):
             continue

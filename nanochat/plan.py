@@ -631,13 +631,14 @@ def _bucket_plan(
     trained = asked if account is None else account["rows"] * config.T
     exact = account is not None and not lengths.plenty
     halts_at_once = account is not None and exact and asked > 0 and not account["rows"]
-    if account is None or not exact or halts_at_once:
-        exact = False
+    exact = exact and not halts_at_once
+    if account is None or not exact:
         rows_of_lane = -(-asked // (config.T * config.V))
-        # a few rows of one lane would say little: a long document in it may be a third of them
-        num_lanes = min(config.V, max(1, SAMPLE_ROWS // max(1, rows_of_lane)))
         if halts_at_once:  # because some lane is without documents
             num_lanes = config.V
+        else:
+            # a few rows of one lane would say little: a long document in it may be a third of them
+            num_lanes = min(config.V, max(1, SAMPLE_ROWS // max(1, rows_of_lane)))
         num_rows = min(rows_of_lane, -(-SAMPLE_ROWS // num_lanes))
         account = _sample(config, bucket, lengths, range(num_lanes), num_rows, begin)
     return BucketPlan(

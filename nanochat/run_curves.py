@@ -113,8 +113,8 @@ def smooth(values: Sequence[float | None]) -> Values:
 
 
 def steps_before(run: RunReader) -> list[LogRecord]:
-    """The steps that the ancestors of a fork took before it, ascending: at least `SETTLED`, or those
-    of the ancestors that are still here."""
+    """The last `SETTLED` steps that the ancestors of a fork took before it, ascending; fewer if some
+    are not here any more."""
     before: list[LogRecord] = []
     end = run.first_step
     *ancestors, _ = history_of(run)
@@ -129,7 +129,7 @@ def steps_before(run: RunReader) -> list[LogRecord]:
         taken = [step for step in steps if stretch.first <= step["step"] < end]
         before = [*taken, *before]
         end = stretch.first
-    return before
+    return before[-SETTLED:]
 
 
 def names_in(steps: Sequence[LogRecord]) -> list[str]:

@@ -91,7 +91,7 @@ def print_split(run: Run) -> None:
         files = counted(len(unsearched), "training file")
         log.warning(
             f"--without-documents={listed}: {files} not searched for it: {few(unsearched)}; to leave out "
-            f"documents of all files, make the list again with scripts.validate --decontaminate"
+            f"documents of all files, make a new list with scripts.validate --decontaminate"
         )
 
 

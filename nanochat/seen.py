@@ -419,7 +419,8 @@ def write_list(path: Path, hits: Sequence[Hit], train: Mapping[str, Manifest], o
     """Write the training documents that share n-grams with items as a list for
     --without-documents, and return their number. `train`: the manifests of all training files, which
     were searched. `others`: the text of another list, which the new one includes; then only files
-    that were searched for both count as searched. ValueError if the file exists and differs."""
+    that were searched for both count as searched. ValueError if the file exists and lists other
+    documents."""
     names = dict.fromkeys(hit.document.name for hit in hits if hit.split == TRAIN)
     of_hits = {name.rpartition(":")[0] for name in names}
     versions = versions_of(train)
@@ -439,11 +440,15 @@ def write_list(path: Path, hits: Sequence[Hit], train: Mapping[str, Manifest], o
             lines[version_line("of", name, footer)] = None
     lines |= names
 
-    content = "".join(f"{line}\n" for line in lines).encode()
-    if path.exists() and path.read_bytes() != content:
+    if path.exists() and documents_in(path.read_text()) != documents_in("\n".join(lines)):
         raise ValueError(
             f"{path}: the file exists and is another list, which a run may need to resume; name a new "
             f"file with --list=FILE"
         )
-    write_bytes(path, content)
+    write_bytes(path, "".join(f"{line}\n" for line in lines).encode())
     return len(names)
+
+
+def documents_in(text: str) -> set[str]:
+    """The lines of a list, without those that name versions of files."""
+    return {line for line in text.splitlines() if not VERSION_LINE.fullmatch(line)}

@@ -365,7 +365,7 @@ def _inspect(
     if exists and not scratch:
         config = read_config(run_dir)
         newest = config_at(run_dir, math.inf)
-        settings = keep_length(settings, newest, named)
+        settings = keep_length(settings, config, newest, named)
         settings, notices = resume_settings(config, settings, run_dir=run_dir, newest=newest)
         started = newest_events(run_dir, math.inf).get("started", {})
         first_length = config.get("derived", {}).get("num_iterations")
@@ -418,16 +418,27 @@ def _inspect(
     )
 
 
-def keep_length(settings: Settings, newest: Mapping[str, Any], named: Collection[str]) -> Settings:
+def keep_length(
+    settings: Settings,
+    config: Mapping[str, Any],
+    newest: Mapping[str, Any],
+    named: Collection[str],
+) -> Settings:
     """The settings with the length that the newest launch of the run had, if the command names
     none: a rerun must not train a short run on to the default length, nor to that of its first
-    launch, which its config.json has. The last phase of a curriculum decides the length, too."""
+    launch, which its config.json (`config`) has. The last phase of a curriculum decides the length,
+    too, so the run's own curriculum becomes the newest one."""
+    first = Settings.from_json(config)
+    last = Settings.from_json(newest)
     kept = dict[str, Any]()
     lengths = {f.name: f.default for f in fields(HorizonSettings)}
+    for name, default in lengths.items():
+        if getattr(settings, name) not in (default, getattr(first, name)):
+            return settings  # an edited copy of config.json names it
     if not any(name in named for name in lengths):
-        kept |= {name: newest.get(name, lengths[name]) for name in lengths}
-    if settings.curriculum is not None and "curriculum" not in named:
-        kept["curriculum"] = newest.get("curriculum")
+        kept = {name: getattr(last, name) for name in lengths}
+    if "curriculum" not in named and settings.curriculum == first.curriculum:
+        kept["curriculum"] = last.curriculum
     return replace(settings, **kept)
 
 

@@ -139,7 +139,7 @@ class Progress:
     smooth_loss: float = 0.0
     train_time_s: float = 0.0
     val_bpb: float | None = None
-    first_val_bpb: float | None = None
+    first_val_bpb: float | None = None  # for those who read seals
     min_val_bpb: float | None = None
     # {bucket: number of lanes that have dropped it}
     dropped: dict[str, int] = field(default_factory=dict)

@@ -59,7 +59,7 @@ from nanochat.common import (
     local_copy,
     read_json,
 )
-from nanochat.files import MAGICS, MANIFEST_NAME
+from nanochat.files import MAGICS, MANIFEST_NAME, RECORDS
 from nanochat.pins import Pin
 from nanochat.text import text_tokens
 
@@ -634,8 +634,8 @@ def _read_manifest(path: AnyPath, copy: Path, mtime_ns: int, size: int) -> dict[
     kind = manifest["format"], manifest["version"]
     if kind != (MANIFEST_FORMAT, MANIFEST_VERSION):
         raise ValueError(
-            f"{path}: got {kind}, expected {(MANIFEST_FORMAT, MANIFEST_VERSION)}; move the file away to "
-            f"read these shards without it, or make them again with scripts.tok_shards"
+            f"{path}: got {kind}, expected {(MANIFEST_FORMAT, MANIFEST_VERSION)}; move the file and "
+            f"{RECORDS} away to read these shards without it, or make them again with scripts.tok_shards"
         )
     for name, record in manifest["shards"].items():
         check_shape(record, RECORD_SHAPE, f"{path}: shards.{name}")

@@ -81,9 +81,8 @@ DOCUMENTS, TRACED = 20, 200  # matches that --text shows, and that it follows th
 OUTLIER = 4  # robust deviations above the preceding steps
 AROUND = 8  # steps before a spike that define the usual loss of a bucket
 WORST = 3  # rows shown per spike, and documents shown per row
-NEARLY_ALL = (
-    0.9  # if a larger share of a step's rows stands out, they are not the cause of its spike
-)
+# if a larger share of a step's rows stands out, they are not the cause of its spike
+NEARLY_ALL = 0.9
 LEGEND = """\
 lane_row: the row's number in its lane; {loss}at: position in the row; tokens: how many are in the row
 off: how many of them have no loss: the first ones after BOS, which an earlier row holds, too, or masked ones

@@ -330,7 +330,10 @@ def check_pairs(
     if manifest is not None:
         yield from compare_manifest(folder, manifest, paths, args, whole=whole)
     elif args.vocab_size is None:
-        args = with_own_tokenizer(folder, args)
+        try:
+            args = with_own_tokenizer(folder, args)
+        except (OSError, ValueError) as e:
+            yield f"  the tokenizer beside {folder} cannot be used: {e}"
     counts, lengths = Counter[str](), Counter[int]()
     for path in paths:
         for problem in check_pair(path, args, counts, lengths, bar):
@@ -353,16 +356,16 @@ def check_pairs(
 
 
 def with_own_tokenizer(folder: AnyPath, args: argparse.Namespace) -> argparse.Namespace:
-    """The arguments with the tokenizer that lies in or above a folder OUT/SPLIT/BUCKET, as in training,
-    if there is one."""
+    """The arguments with the tokenizer that scripts.tok_shards and training find beside a folder of
+    pairs: OUT/tokenizer for OUT/SPLIT/BUCKET, if there is one."""
     place = folder if isinstance(folder, Remote) else folder.absolute()
-    for above in (place, *place.parents[:2]):
-        is_storage = isinstance(above, Remote) and len(above.parts) == 1  # s3:, above all buckets
-        if not is_storage and (above / OWN_TOKENIZER).is_file():
-            own = argparse.Namespace(**vars(args))
-            use_tokenizer(own, str((above / OWN_TOKENIZER).parent))
-            return own
-    return args
+    is_bucket = place.parent.name in ("train", "val")
+    path = (place.parent.parent if is_bucket else place) / OWN_TOKENIZER
+    if not path.is_file():
+        return args
+    own = argparse.Namespace(**vars(args))
+    use_tokenizer(own, str(path.parent))
+    return own
 
 
 # ---- checkpoints and cursors --------------------------------------------------------------------

@@ -338,6 +338,35 @@ def test_a_rerun_keeps_the_length_of_the_newest_curriculum():
         assert "its last phase had" not in again.out + again.err
 
 
+def test_the_curriculum_of_a_config_file_counts():
+    """Regression: the run's own took its place: that of another run was accepted, and an edited copy
+    trained no further."""
+    mix = mix_file([(2, {"web": 1}), (2, {"code": 1})])
+    succeed(mix)
+    succeed(mix_file([(4, {"code": 1})], name="other.yaml"), model_tag="other")
+    theirs = {"config": run_dir("other") / "config.json", "model_tag": "run"}
+    with mock.patch.object(training, "flags", lambda **named: training.as_flags(named)):
+        assert "--curriculum" in training.refuse(**theirs)
+        copy = run_dir().parents[1] / "copy.json"
+        config = json.loads((run_dir() / "config.json").read_text())
+        config["curriculum"]["phases"][-1]["duration_tokens"] *= 2
+        copy.write_text(json.dumps(config))
+        out = training.succeed(config=copy).out
+    assert max(steps()) == 5 and "changed: --curriculum: its last phase" in out
+
+
+def test_a_run_of_older_code_with_a_curriculum_resumes():
+    """Its config.json has allow_budget_mismatch outside of the curriculum."""
+    mix = mix_file([(2, {"web": 1}), (1, {"code": 1})], allow_budget_mismatch=True)
+    succeed(mix, num_iterations=4)
+    path = run_dir() / "config.json"
+    config = json.loads(path.read_text())
+    config["allow_budget_mismatch"] = config["curriculum"].pop("allow_budget_mismatch")
+    path.write_text(json.dumps(config))
+    with mock.patch.object(training, "flags", lambda **named: training.as_flags(named)):
+        assert "completed after 4 steps" in training.succeed(config=path).out
+
+
 def test_a_fork_may_end_within_the_phases_that_it_inherits():
     """Regression: the recipe for a loss spike was refused for every run with a curriculum."""
     mix = mix_file([(2, {"web": 1}), (6, {"code": 1})])

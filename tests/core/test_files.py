@@ -364,6 +364,11 @@ def test_a_bucket_that_is_one_folder_deeper_is_found(tmp_path):
     with pytest.raises(ValueError, match=f"no such bucket; {root}/data has: pass --data-path="):
         pin_files(root, mix=mix)
     assert [*pin_files(root / "data", mix=mix)["train"]] == ["math"]
+    spread = Curriculum([Phase(1000, {"math": 1, "data": 1})])  # no path has both
+    with pytest.raises(
+        ValueError, match=r"mixes 'math', but the data has no such bucket; expected"
+    ):
+        pin_files(root, mix=spread)
 
 
 def test_the_topmost_name_that_counts_decides():

@@ -377,6 +377,11 @@ def test_validate_lists_the_training_documents_that_find_finds(checked, tmp_path
     assert {line for line in lines_of if not line.startswith("#")} == wanted
     stated = {line.split()[2].rstrip(",") for line in lines_of if line.startswith("# searched ")}
     assert stated == {f"shard_{number}.parquet" for number in range(3)}, "all training files"
+    # regression: older code did not write which files were searched, so its list was "another" one
+    listed.write_text("".join(f"{name}\n" for name in sorted(wanted)))
+    again = command(validate.main, *flags, f"--list={listed}")
+    assert again.code == 0, again.err
+    assert {*listed.read_text().splitlines()} == {*lines_of}
     assert f"items.jsonl {N} {len(items)} 1 {lines[-1]['in_data']}" in " ".join(outcome.out.split())
 
 

@@ -297,6 +297,23 @@ def test_shards_without_a_manifest_are_checked_with_the_tokenizer_beside_them(tm
         assert f"ids checked with the tokenizer {tmp_path}/tokenizer, 280 tokens" in out
 
 
+def test_the_tokenizer_of_other_files_or_a_damaged_one_does_not_stop_the_check(tmp_path):
+    """Regression: a tokenizer two folders above, of other files, was used; and pairs beside one that
+    cannot be read were not checked at all."""
+    tokenizer = RustBPETokenizer.train_from_iterator(some_texts(50), 280)
+    tokenizer.save(tmp_path / "tokenizer")
+    path = tmp_path / "other/ids/a"
+    write_pair(path, [[290, 299]], vocab_size=300)
+    code, problems, out = run(path.parent)
+    assert (code, problems) == (0, []) and "the vocabulary is unknown" in out
+    own = path.parent / "tokenizer/tokenizer.json"
+    own.parent.mkdir()
+    own.write_text("{}")
+    code, problems, out = run(path.parent)
+    assert (code, problems) == (0, []) and "1 shards, 1 documents" in out
+    assert f"the tokenizer beside {path.parent} cannot be used: " in out
+
+
 # ---- checkpoints ---------------------------------------------------------------------------------
 
 

@@ -153,7 +153,7 @@ class Parser(argparse.ArgumentParser):
     brings: tuple[str, Callable[[str], None]] | None = None
     # selects the flags from a run's config.json
     of_run: Callable[[dict[str, Any]], dict[str, Any]] = dict
-    # {flag: value} that the words of a command line stand for, before everything else
+    # {flag: value} that a command line and its file stand for, before everything else
     inherits: Callable[[Sequence[str]], dict[str, Any]] | None = None
     example = ""  # an example of a --config file, shown in --help
     where = ""  # beginning of every error

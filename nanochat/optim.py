@@ -287,7 +287,8 @@ def one_thread_each(threads: int) -> Iterator[Callable[..., Iterable[Any]]]:
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        with ThreadPoolExecutor(threads) as pool:
+        # each thread itself, because OpenMP gives a new one the default number, which rounds differently
+        with ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
             yield pool.map
     finally:
         torch.set_num_threads(before)

@@ -16,11 +16,13 @@ import numpy as np
 from nanochat.common import counted, print0, table
 from nanochat.order import StreamConfig
 from nanochat.plan import (
+    ERROR,
     LITTLE_READ,
     BucketPlan,
     Plan,
     Sample,
     Starting,
+    dry_soon_after,
     lanes_that_suffice,
     lanes_without_repeats,
     make_run_plan,
@@ -56,7 +58,8 @@ def rehearse(start: Starting, data: RunData) -> Plan:
     if why and start.settings.plan == "error":
         raise ValueError(why)
     notes = [*warnings(plan, lanes), *repeats(plan, start, data)]
-    for line in filter(None, [*notes, why, likely_problem(plan, lanes)]):
+    likely = likely_problem(plan, lanes)
+    for line in filter(None, [*notes, *close_calls(plan, start, data), why, likely]):
         log.warning("%s", line)
     return plan
 
@@ -221,6 +224,16 @@ def likely_problem(plan: Plan, lanes: str = "") -> str:
         f"by this estimate, the run halts before step {plan.steps:,} of {plan.num_steps:,}; "
         f"{_ways(plan, lanes)}"
     )
+
+
+def close_calls(plan: Plan, start: Starting, data: RunData) -> list[str]:
+    """A sentence for each bucket that lasts to the end of the run by an estimate, but only just."""
+    return [
+        f"bucket {name!r} may run dry before the last step: by this estimate, it lasts until step {step:,}, and "
+        f"the run takes {plan.num_steps:,} steps; an estimate may be {ERROR:.0%} off, and token files "
+        f"(scripts.tok_shards) give the exact step"
+        for name, step in dry_soon_after(plan, start, data).items()
+    ]
 
 
 def refusal(plan: Plan, start: Starting) -> str:

@@ -33,6 +33,7 @@ from nanochat.config import Settings, add_flags, from_flags
 from nanochat.dist import autodetect_device_type
 from nanochat.plan import Plan, make_run_plan
 from nanochat.plan_report import (
+    close_calls,
     fewer_lanes,
     likely_problem,
     plan_lines,
@@ -174,7 +175,11 @@ def report_plan(plan: Plan, run: Run) -> bool:
     """Print a plan, its warnings, and why the run should not start. Returns whether it should."""
     print(*plan_lines(plan), LEGEND, sep="\n")
     lanes = fewer_lanes(plan, run, run.data)
-    for line in [*warnings(plan, lanes), *repeats(plan, run, run.data)]:
+    for line in [
+        *warnings(plan, lanes),
+        *repeats(plan, run, run.data),
+        *close_calls(plan, run, run.data),
+    ]:
         print(f"warning: {line}")
     why = problem(plan, lanes) or refusal(plan, run)
     likely = likely_problem(plan, lanes)

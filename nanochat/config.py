@@ -423,7 +423,9 @@ class Settings(
         if self.fork_from is not None and self.model_tag is None:
             raise ValueError("--fork-from: a fork is a new run; name it with --model-tag=NAME")
         for name, value in Selection.of(asdict(self)).named().items():
-            if self.data_format in FORMATS and self.data_format != "text":
+            # the FileSource of a fork's own kind of file receives --text-field, and nothing else
+            is_received = name == "text_field" and self.data_format not in FORMATS
+            if self.data_format != "text" and not is_received:
                 raise ValueError(
                     f"{flag(name)}={value}: applies to text only, but --data-format is "
                     f"{self.data_format}; remove it"

@@ -87,8 +87,8 @@ def _bits_per_byte(measured: Sequence[Measured]) -> float:
     num_bytes = sum(part.num_bytes for part in measured)
     if num_bytes == 0:
         raise ValueError(
-            "nothing to evaluate: the validation data fills no row with text, or `steps` is 0; give it "
-            "more text (--val-path, a larger --val-fraction), or use a smaller --max-seq-len"
+            "nothing to evaluate: the validation data fills no row with text, or `steps` is 0; give it more "
+            "text (--val-path, or for text files a larger --val-fraction), or use a smaller --max-seq-len"
         )
     nats = math.fsum(chain.from_iterable(part.row_nats for part in measured))
     return nats / (math.log(2) * num_bytes)

@@ -382,9 +382,9 @@ def _take_last_files(
 
 
 def or_divide(files: Iterable[AnyPath | str], share: float) -> str:
-    """The end of a remedy: to divide the documents of text files; "" for token files, which
-    --val-fraction does not divide."""
-    if all(str(file).endswith(".bin") for file in files):
+    """The end of a remedy: to divide the documents of text files; "" for files of another kind,
+    which --val-fraction does not divide."""
+    if not any(text_suffix(str(file)) for file in files):
         return ""
     return f", or use {share:.0%} of the documents of every file with --val-fraction={share}"
 
@@ -525,11 +525,12 @@ def describe_split(
     if odd and chosen:
         stated = stated_splits([PurePosixPath(file.name) for file in (*train, *val)])
         if "val" not in stated.values():
-            instead = ", such as the folder val/ that scripts.tok_shards writes beside train/"
-            divide = or_divide([file.name for file in (*train, *val)], 0.05)
-            if divide:
-                copied = ", which copies all files to this machine" if remote else ""
-                instead = f" or folders train/ and val/{divide}{copied}"
+            names = [file.name for file in (*train, *val)]
+            divide = or_divide(names, 0.05)
+            copied = ", which copies all files to this machine" if divide and remote else ""
+            instead = f" or folders train/ and val/{divide}{copied}"
+            if all(name.endswith(".bin") for name in names):
+                instead = ", such as the folder val/ that scripts.tok_shards writes beside train/"
             which = "the last file" if len(val) == 1 else "the last file of each bucket"
             lines.append(
                 f"warning: {which} is used for validation, but {', and '.join(odd)}, and a new run after more "

@@ -215,6 +215,13 @@ def test_the_warning_says_what_the_last_file_means_when_the_data_grows():
     assert "--val-path or folders train/ and val/, or use 5% of the documents" in warning
 
 
+def test_no_advice_about_a_fork_s_own_kind_of_file_names_a_flag_that_only_text_has():
+    """Regression: the warning named --val-fraction, which its source does not obey."""
+    files = [DataFile(f"web/{i}.xyz", 100, 10) for i in range(4)]
+    *_, warning = describe_split(files[:3], files[3:], chosen=True, remote=True)
+    assert warning.endswith("with --val-path or folders train/ and val/")
+
+
 def test_no_advice_about_token_files_names_a_flag_that_only_text_has(tmp_path):
     """Regression: the warning named --val-fraction, which was refused then."""
     files = [DataFile(f"web/{i}.bin", 100, 10) for i in range(4)]

@@ -152,11 +152,15 @@ class StepLayout:
         return range(min(first, stop), min(first + B, stop))
 
     @property
+    def rows_of_longest_leaf(self) -> int:
+        """The most rows that a leaf of any rank has."""
+        lanes_of_longest = -(-self.V // self.num_blocks)
+        return lanes_of_longest * self.rows_per_lane
+
+    @property
     def micro_batches_per_leaf(self) -> int:
         """Enough for the longest leaf of any rank, so that all ranks do the same number."""
-        lanes_of_longest = -(-self.V // self.num_blocks)
-        rows = lanes_of_longest * self.rows_per_lane
-        return -(-rows // self.device_batch_size)
+        return -(-self.rows_of_longest_leaf // self.device_batch_size)
 
     @property
     def dead_share(self) -> float:

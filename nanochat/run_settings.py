@@ -111,7 +111,6 @@ def largest_batch(settings: Settings, layout: StepLayout, room: int | None) -> i
     may be on the host. The largest also keeps a GPU busiest: the deterministic attention kernel
     runs rows x heads thread blocks in waves, one block per multiprocessor, and doubling the blocks
     never increases the idle share."""
-    rows_per_leaf = -(-layout.V // layout.num_blocks) * layout.rows_per_lane
 
     def fits(B: int) -> bool:
         if room is None:
@@ -119,7 +118,7 @@ def largest_batch(settings: Settings, layout: StepLayout, room: int | None) -> i
         return sum(estimate_memory(replace(settings, device_batch_size=B), room).values()) <= room
 
     B = 1
-    while rows_per_leaf >= 2 * B and fits(2 * B):
+    while layout.rows_of_longest_leaf >= 2 * B and fits(2 * B):
         B *= 2
     return B
 

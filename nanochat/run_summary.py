@@ -8,6 +8,7 @@ import os
 import textwrap
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import PurePosixPath
 
 import torch
@@ -218,11 +219,7 @@ def _notes(start: Start, layout: StepLayout, device: torch.device) -> Iterator[s
             f"starts)"
         )
     if layout.dead_share > 0.1:
-        rows_of_leaf = layout.rows_per_step // layout.num_blocks
-        yield (
-            f"{layout.dead_share:.0%} of the computed rows are padding; to avoid that, choose a "
-            f"--device-batch-size that divides {rows_of_leaf}, the rows of a leaf"
-        )
+        yield padding_note(layout)
     if start.settings.depth <= 2 and start.checkpoint is None:
         yield (
             "in a model of one or two layers, the layer in the middle is the last one, so "
@@ -252,6 +249,21 @@ def _notes(start: Start, layout: StepLayout, device: torch.device) -> Iterator[s
             f"token files are read through memory maps. If SIGBUS kills this process, a file was truncated: "
             f"scripts.status {start.run_dir.name} or the next launch names it"
         )
+
+
+def padding_note(layout: StepLayout) -> str:
+    """How much of a step is padding, and the --device-batch-size with the least of it."""
+    rows = layout.rows_of_longest_leaf
+    least = replace(layout, device_batch_size=rows).dead_share
+    are_leaves = layout.num_leaves % layout.world_size == 0
+    part, parts = ("leaf", "leaves") if are_leaves else ("process", "processes")
+    note = f"{layout.dead_share:.0%} of the computed rows are padding"
+    if least == 0:
+        return f"{note}; to avoid that, choose a --device-batch-size that divides {rows}, the rows of a {part}"
+    return (
+        f"{note}; {layout.num_blocks} {parts} do not divide {layout.V} lanes, so the least is {least:.0%}, with a "
+        f"--device-batch-size that divides {rows}, the most rows of a {part}"
+    )
 
 
 def short(text: str) -> str:

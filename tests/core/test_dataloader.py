@@ -1,11 +1,13 @@
 """Batches: document ids, leaves, closing, validation, threads, and nanochat's loaders."""
 
+import re
 import subprocess
 import sys
 import threading
 import time
 import types
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
@@ -21,6 +23,7 @@ from nanochat.dataloader import (
 )
 from nanochat.integrations import nanochat_loaders
 from nanochat.order import StreamConfig
+from nanochat.run_summary import padding_note
 from nanochat.stream import Stream
 from tests.spec.test_dataloader import CONFIG, R, alive, make_loader, take_step
 from tests.toy import (
@@ -76,6 +79,35 @@ def test_doc_ids_are_those_of_the_rows_and_0_in_dead_rows():
 )
 def test_default_leaves_is_the_next_power_of_two_but_at_most_the_lanes(W, V, K):
     assert default_leaves(W, V) == K == StepLayout(V, V, 1, 0, W, K).num_leaves
+
+
+@pytest.mark.parametrize(
+    "W, K, B, note",
+    [
+        (1, 4, 3, "33% of .* padding; to avoid that, choose .* that divides 4, the rows of a leaf"),
+        (
+            2,
+            1,
+            7,
+            "43% of .* padding; to avoid that, choose .* that divides 8, the rows of a process",
+        ),
+        (
+            3,
+            4,
+            8,
+            "33% of .*; 3 processes do not divide 8 lanes, so the least is 11%, .* divides 6,",
+        ),
+    ],
+)
+def test_the_note_on_padding_names_the_batch_sizes_with_the_least_of_it(W, K, B, note):
+    """Regression: 3 processes on 8 lanes were told to avoid it with a divisor of 5."""
+    layout = StepLayout(8, 16, B, 0, W, K)
+    text = padding_note(layout)
+    assert re.match(note, text), text
+    rows = int(re.search(r"divides (\d+)", text)[1])
+    shares = {size: replace(layout, device_batch_size=size).dead_share for size in range(1, 17)}
+    best = [size for size, share in shares.items() if share == min(shares.values())]
+    assert best == [size for size in shares if rows % size == 0]
 
 
 # ---- ends and errors -----------------------------------------------------------------------------

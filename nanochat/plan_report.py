@@ -303,7 +303,7 @@ def warnings(plan: Plan, lanes: str = "") -> list[str]:
             f"bucket {name!r} {probably}runs dry at step {bucket.dry_step:,}: the mix requests {bucket.asked:,} "
             f"tokens, and {bucket.usable:,} are usable with {counted(plan.V, 'lane')}"
         )
-        if bucket.repeated > 0.005:
+        if bucket.trained > 0 and bucket.repeated > 0.005:
             line += f" ({bucket.repeated:.0%} of them overlap)"
         if plan.crops and 0.005 < bucket.cropped <= MUCH_CROPPED:
             line += f"; {bucket.cropped:.1%} are cropped (--long-docs=split would use them)"
@@ -392,8 +392,12 @@ def _buckets_table(plan: Plan) -> list[str]:
     for name, bucket in plan.buckets.items():
         num_emitted = bucket.account["rows"] * (plan.T + 1)
         padded = bucket.account["padded"] / max(1, num_emitted)
-        is_exact = bucket.exact and not plan.estimate
+        # a bucket of which the run takes no row, say because it halts at once, has no shares to estimate
+        takes_rows = bucket.trained > 0
+        is_exact = (bucket.exact or not takes_rows) and not plan.estimate
         limit = f" of {bucket.max_epochs}" if bucket.max_epochs else ""
+        shares = (bucket.cropped, bucket.repeated, padded)
+        percents = [f"{100 * share:.2f}" if takes_rows else None for share in shares]
         line = {
             "bucket": name,
             "documents": bucket.documents,
@@ -402,9 +406,9 @@ def _buckets_table(plan: Plan) -> list[str]:
             "trained": bucket.trained,
             "usable": bucket.usable,
             "passes": f"{bucket.passes:.3g}{limit}",
-            "cropped %": f"{100 * bucket.cropped:.2f}",
-            "repeated %": f"{100 * bucket.repeated:.2f}",
-            "padded %": f"{100 * padded:.2f}",
+            "cropped %": percents[0],
+            "repeated %": percents[1],
+            "padded %": percents[2],
             "figures": "exact" if is_exact else "about",
             "dry at step": bucket.dry_step,
         }

@@ -54,7 +54,7 @@ COPIES = 2  # checkpoints on disk at once: the old one is deleted when the new o
 
 LEGEND = """\
 trained: tokens in rows, with the repeated ones; usable: until the first lane runs dry, "-" if that is not in sight
-repeated %: overlap of split documents, which has no loss
+repeated %: overlap of split documents, which has no loss; "-": the run takes no row of the bucket
 figures: "about" if they are estimated from a sample: of much text, or of the rows of a bucket that cannot run dry"""
 
 

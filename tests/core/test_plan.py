@@ -1,6 +1,7 @@
 """Figures, resumes, estimates and warnings of plans, compared with real streams."""
 
 import dataclasses
+import re
 from types import SimpleNamespace
 
 import numpy as np
@@ -145,6 +146,20 @@ def test_a_sample_of_few_rows_is_of_all_lanes(tmp_path):
     assert not bucket.exact, "the case: it has no limit"
     repeated = after["a"]["repeated"] - before["a"]["repeated"]
     assert bucket.repeated == repeated / (5 * 16 * 17) > 0.05
+
+
+def test_the_plan_of_a_run_that_halts_at_once_is_exact_and_has_no_shares(tmp_path):
+    """Regression: its figures were "about", and 24 % of its 0 trained tokens repeated."""
+    data = source(tmp_path / "a", [[900, 900]])
+    mix = curriculum(16, 8, [100], [{"a": 1}])
+    config = StreamConfig(T=16, V=8, curriculum=mix, long_docs="split", overlap=4)
+    plan = both(config, {"a": data}, R=16, steps=50)
+    assert plan.steps == 0 and plan.buckets["a"].repeated > 0.2, "the case"
+    header, figures = (re.split(r"  +", line.strip()) for line in plan_lines(plan)[-2:])
+    shown = dict(zip(header, figures, strict=True))
+    assert shown["trained"] == "0" and shown["figures"] == "exact"
+    assert {shown[f"{share} %"] for share in ("cropped", "repeated", "padded")} == {"-"}
+    assert "overlap" not in warnings(plan)[0]
 
 
 def test_the_phases_that_ended_before_a_fork_are_not_in_its_table(tmp_path):

@@ -509,10 +509,12 @@ def describe_split(
     """
     end = f"; {reads}" if reads else ""
     if shared:
-        files = counted(len(train), "file")
+        files = counted(len(val), "file")
+        # a small file may only train; a fork that leaves out a bucket still validates with it
+        rest = "" if len(train) == len(val) else f" of {counted(len(train), 'file')}"
         return [
             f"validation: {shared:.3g} of each file ({files}){_documents(val, ', ')}",
-            f"training: the rest{_documents(train, ', ')}{end}",
+            f"training: the rest{rest}{_documents(train, ', ')}{end}",
         ]
     val_bytes = sum(file.num_bytes for file in val)
     all_bytes = val_bytes + sum(file.num_bytes for file in train)

@@ -199,6 +199,12 @@ SHARDS = [DataFile(f"web/{i}.parquet", 1000, 10) for i in range(20)]
             {"shared": 0.01},
             ["0.01 of each .*20 files.*, 200 documents", "the rest, 200"],
         ),
+        (
+            SHARDS[:2],  # of a fork that leaves out a bucket
+            SHARDS[:3],
+            {"shared": 0.01},
+            [r"0.01 of each file \(3 files\), 30 documents", "the rest of 2 files, 20 documents"],
+        ),
     ],
 )
 def test_the_lines_about_a_split_warn_if_it_looks_accidental(train, val, how, expected):

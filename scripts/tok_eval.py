@@ -11,7 +11,6 @@ tokenizers (50 k and 100 k tokens) are included if tiktoken has their ranks or c
 """
 
 import itertools
-from collections.abc import Iterator
 
 from nanochat.cli import Parser, run_main, setup_logging
 from nanochat.common import AnyPath, table
@@ -55,13 +54,18 @@ assert moving_average([1, 2, 3, 4], window=2) == [1.0, 1.5, 2.5, 3.5]
 }
 
 
-def first_texts(paths: list[AnyPath], max_chars: int, selection: Selection = ALL) -> Iterator[str]:
-    """The first documents of some files, until they add up to `max_chars` characters."""
+def first_texts(
+    paths: list[AnyPath], max_chars: int, selection: Selection = ALL
+) -> tuple[list[str], bool]:
+    """The first documents of some files, until they add up to `max_chars` characters, and whether
+    others follow."""
+    texts: list[str] = []
     for text in itertools.chain.from_iterable(read_texts(path, selection) for path in paths):
         if max_chars <= 0:
-            return
-        yield text
+            return texts, True
+        texts.append(text)
         max_chars -= len(text)
+    return texts, False
 
 
 def load_peers() -> dict[str, RustBPETokenizer]:
@@ -99,6 +103,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     setup_logging()
     samples = {name: [text] for name, text in SAMPLES.items()}
+    cut = []
     if args.data_path:
         selection = Selection.of(vars(args))
         val_data = None if args.val_path is None else data_at(args.val_path)
@@ -107,7 +112,10 @@ def main(argv: list[str] | None = None) -> int:
         )
         for split, buckets in splits.items():
             files = list(itertools.chain.from_iterable(buckets.values()))
-            samples[split] = list(first_texts(files, args.max_chars, selection.for_split(split)))
+            texts, others_follow = first_texts(files, args.max_chars, selection.for_split(split))
+            samples[split] = texts
+            if others_follow:
+                cut.append(split)
     tokenizer = get_tokenizer(args.tokenizer, eod_token=args.eod_token, data_path=args.data_path)
     place = args.tokenizer or default_tokenizer(args.data_path)
     peers = load_peers()
@@ -133,6 +141,8 @@ def main(argv: list[str] | None = None) -> int:
     for name in peers:
         header += [name, f"ours vs {name}"]
     print(*table(header, rows), sep="\n")
+    for split in cut:
+        print(f"{split}: cut after --max-chars={args.max_chars:,} characters; there is more of it")
     return 0
 
 

@@ -336,6 +336,17 @@ def test_tok_eval_measures_the_tokenizer_in_the_data_folder(
     assert f"tokenizer {data_dir}/tokenizer, " in out and other.fingerprint in out
 
 
+def test_tok_eval_says_which_splits_are_cut_by_max_chars(
+    data_dir, tok, base_dir, capsys, encodings
+):
+    """Regression: train and val looked like all of the text."""
+    tok.save(base_dir / "tokenizer")
+    val = sum(map(len, ["only in file 3", *CORPUS[3::4]]))
+    assert tok_eval.main(["--data-path", str(data_dir), f"--max-chars={val}"]) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if "cut after" in line]
+    assert lines == [f"train: cut after --max-chars={val:,} characters; there is more of it"]
+
+
 def test_tok_eval_without_a_tokenizer_names_the_command_that_trains_one_on_the_data(data_dir):
     with pytest.raises(FileNotFoundError, match=f"tok_train --data-path {data_dir} --output-dir"):
         tok_eval.main(["--data-path", str(data_dir)])

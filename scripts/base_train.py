@@ -479,8 +479,8 @@ def note_dropped(training: Training, journal: Journal, totals: StepTotals) -> No
         if lanes > progress.dropped.get(bucket, 0):
             progress.dropped[bucket] = lanes
             print0(
-                f"warning: the bucket {bucket!r} has run dry in {counted(lanes, 'lane')} and is "
-                f"skipped there"
+                f"warning: at step {progress.step}, the bucket {bucket!r} has run dry in "
+                f"{counted(lanes, 'lane')} and is skipped there"
             )
             journal.event("dropped", progress.step, bucket=bucket, lanes=lanes)
 

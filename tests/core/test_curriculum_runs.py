@@ -163,7 +163,7 @@ def test_a_dry_bucket_halts_the_run_until_exhaustion_is_allowed(workplace):
         halt(mix, "'tiny'", "--allow-bucket-exhaustion", name)
         assert fingerprint(run_dir()) == before, "a halted run changes nothing"
     outcome = succeed(mix, dry=True, allow_bucket_exhaustion=True)
-    assert f"at step {step}" in outcome.out and "the bucket 'tiny' has run dry in" in outcome.out
+    assert f"warning: at step {step}, the bucket 'tiny' has run dry in" in outcome.out
     assert {e["bucket"] for e in events("dropped")} == {"tiny"} and len(digests()) == 10
     succeed(
         mix_file(DRY, name="allowed.yaml", allow_bucket_exhaustion=True),

@@ -28,7 +28,7 @@ import torch
 from nanochat import seen
 from nanochat.any_step import check_step, unsaved_step
 from nanochat.cli import EXIT_FAILED, Parser, run_main, setup_logging, whole
-from nanochat.common import as_path, counted, local_copy, table
+from nanochat.common import as_path, begin_launch, counted, local_copy, table
 from nanochat.config import Settings, add_flags, from_flags
 from nanochat.dist import autodetect_device_type
 from nanochat.plan import Plan, make_run_plan
@@ -152,16 +152,27 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def inspect(settings: Settings, device: torch.device, named: Sequence[str]) -> tuple[Start, bool]:
-    """(how the run starts, whether it is refused). Of a refused run, the start of a new one with
-    the same settings. `named`: the settings that the command names."""
+    """(how the run starts, whether it is refused). A run that another launch owns is shown as it
+    would resume now; if its settings are refused, the start of a new run with them is shown.
+    `named`: the settings that the command names."""
+    is_free = True
     try:
         check_free(run_path(settings.tag))
-        return inspect_run(settings, device, named), False
+    except ValueError as e:
+        print(f"error: {e}")
+        is_free = False
+    try:
+        start = inspect_run(settings, device, named)
     except ValueError as e:
         other = replace(settings, model_tag=f"{settings.tag}-{os.getpid()}", resume="auto")
+        if settings.fork_from is None:
+            begin_launch(settings.data_cache)  # a new run reads what the run has not pinned
         start = inspect_run(other, device)
         print(f"error: {e}\na new run with these settings:")
         return start, True
+    if not is_free:
+        print(f"without that launch: {beginning(start)}, with this plan:")
+    return start, not is_free
 
 
 def beginning(start: Start) -> str:

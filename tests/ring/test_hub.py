@@ -34,6 +34,7 @@ from scripts import (
     verify,
 )
 from tests import training
+from tests.finished import command
 from tests.hub_server import TOKEN, Fault, hub_server
 from tests.toy import write_jsonl
 from tests.training import die_after_step, final, refuse, run_dir, state_of, succeed
@@ -199,6 +200,13 @@ def test_a_fork_that_names_a_branch_says_that_it_stays_at_the_commit_of_its_pare
     newest = hub.commit("own/set", more)
     out = train(f"{SET}@{newest}", fork_from="run@2", model_tag="moved").out
     assert "pinned" not in out and "data_path" in out
+
+
+def test_validate_shows_a_new_run_with_the_newest_commit_if_the_run_is_refused(hub, made):
+    train(num_iterations=2)
+    newest = hub.commit("own/set", newer(made.files))
+    out = command(validate.main, *training.flags(**{**RUN, "data_path": SET, "seed": 7})).out
+    assert "a new run with these settings:" in out and newest in out and made.commit not in out
 
 
 def test_a_resume_that_names_the_data_anew_says_which_commit_it_reads(hub, made):

@@ -334,6 +334,17 @@ def test_a_run_with_other_settings_is_refused_as_in_training(workplace):
     )
 
 
+def test_a_run_that_another_launch_owns_is_shown_as_it_would_resume(workplace):
+    mix(workplace, 5, 0.01)
+    training.succeed(**given(workplace))
+    owner = training.owner_of(run_dir())
+    code, out, _ = checked()
+    owner.release()
+    assert code == 1 and "another launch owns this run" in out
+    assert f"without that launch: resumes from {training.final()}" in out
+    assert "a new run with these settings" not in out
+
+
 def test_the_plot_is_a_picture_or_an_error_that_names_the_extra(workplace, monkeypatch):
     pytest.importorskip("matplotlib", reason="plots need matplotlib: pip install -e '.[plot]'")
     mix(workplace, 20, 1)

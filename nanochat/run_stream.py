@@ -11,8 +11,9 @@ seconds. A receipt and plain flags of a run that does not exist can be opened, t
 """
 
 import logging
+import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,11 +27,11 @@ from nanochat.common import duration
 from nanochat.dataloader import StepLayout
 from nanochat.pins import is_prepared
 from nanochat.rows import Row
-from nanochat.run_dir import is_run_dir
+from nanochat.run_dir import config_at, is_run_dir
 from nanochat.run_reader import RunReader
 from nanochat.sources import Place, RunData
 from nanochat.start_run import open_run
-from nanochat.stream import AnyStream, Cursor, Stream, open_stream
+from nanochat.stream import AnyStream, Cursor, LaneState, Stream, open_stream
 from nanochat.text import PLAIN_TEXT, text_suffix
 
 log = logging.getLogger(__name__)
@@ -44,7 +45,8 @@ NOT_MOVED: MovedTo = (None, None)  # both are where the run read them
 @dataclass(frozen=True)
 class Opened:
     """The stream of a run, of a receipt or of flags; for the last two, `run` has no directory.
-    `begin`: the cursors of the first step, unless the run starts at the beginning of the data."""
+    `begin`: the cursors of the first step, unless the run starts at the beginning of the data.
+    `horizon`: the number of steps after which the run ends, None if its steps are known."""
 
     run: RunReader
     data: RunData
@@ -53,6 +55,8 @@ class Opened:
     begin: list[Cursor] | None = None
     first_step: int = 0  # of the run; a fork has those before it in its parent
     moved_to: MovedTo = NOT_MOVED
+    horizon: int | None = None
+    may_drop: bool = True  # False: the run halts where a lane's bucket has run dry
 
     @property
     def rows_per_lane(self) -> int:
@@ -77,7 +81,7 @@ class Opened:
     def stream_at(self, step: int) -> Iterator[Any]:
         """The stream of all lanes after `step` steps. A ValueError, even one raised while the
         caller reads, names the saved cursors that packing began with, because they may be
-        damaged."""
+        damaged. Warns at the end if the run halts before it can take the steps that were read."""
         if step < self.first_step:
             raise ValueError(
                 f"step {step}: {self.run.name} begins with step {self.first_step}; {self._who_took(step)}"
@@ -107,10 +111,27 @@ class Opened:
                             "packing steps %s to %s takes %s more", f"{done:,}", f"{step:,}", rest
                         )
                 yield stream
+                if not self.may_drop:
+                    self._warn_dry(stream.state(), cursors)
         except ValueError as e:
             if not saved:
                 raise ValueError(str(e)) from None
             raise ValueError(f"{e} (packed from {self.run.cursor_files[done]})") from None
+
+    def _warn_dry(self, lanes: Sequence[LaneState], cursors: Sequence[Cursor] | None) -> None:
+        """Warn if lanes dropped a bucket after these cursors, in steps that were not trained."""
+        step = max(lane.num_rows for lane in lanes) // self.rows_per_lane - 1
+        if step in self.run.digests:
+            return
+        before = {cursor["lane"]: {*cursor["dropped"]} for cursor in cursors or ()}
+        dry = {bucket for lane in lanes for bucket in lane.dropped - before.get(lane.lane, set())}
+        if dry:
+            log.warning(
+                "%s runs dry in a lane by step %s, where the run halts without --allow-bucket-exhaustion; "
+                "these are the rows with it",
+                " and ".join(f"bucket {bucket!r}" for bucket in sorted(dry)),
+                f"{step:,}",
+            )
 
 
 class Pace:
@@ -139,8 +160,16 @@ def open_stream_of(run_dir: Path, moved_to: MovedTo = NOT_MOVED) -> Opened:
     missing."""
     data, config, settings = open_run(run_dir, *moved_to)
     run = RunReader(run_dir)
-    rows_per_step = settings.total_batch_size // config.T
-    return Opened(run, data, config, rows_per_step, first_step=run.first_step, moved_to=moved_to)
+    return Opened(
+        run,
+        data,
+        config,
+        rows_per_step=settings.total_batch_size // config.T,
+        first_step=run.first_step,
+        moved_to=moved_to,
+        horizon=run.horizon,
+        may_drop=config_at(run_dir, math.inf).get("allow_bucket_exhaustion", False),
+    )
 
 
 def step_digests(opened: Opened, steps: range, W: int) -> Iterator[tuple[int, list[int]]]:

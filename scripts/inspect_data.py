@@ -146,8 +146,15 @@ def open_named_stream(args: argparse.Namespace) -> Opened:
     settings = replace(settings, model_tag=f"inspect-{os.getpid()}")  # the name of a new run
     run = find_data(inspect_run(settings, torch.device("cpu")), tokenizer)
     config = stream_config(run.settings)
-    rows_per_step = run.settings.total_batch_size // config.T
-    return Opened(RunReader(run.run_dir), run.data, config, rows_per_step, run.cursors)
+    return Opened(
+        RunReader(run.run_dir),
+        run.data,
+        config,
+        rows_per_step=run.settings.total_batch_size // config.T,
+        begin=run.cursors,
+        horizon=run.horizon.num_iterations,
+        may_drop=run.settings.allow_bucket_exhaustion,
+    )
 
 
 def open_stream_of_receipt(receipt: Path, settings: Settings, args: argparse.Namespace) -> Opened:
@@ -162,16 +169,22 @@ def open_stream_of_receipt(receipt: Path, settings: Settings, args: argparse.Nam
 
 
 def warn_untrained(opened: Opened, last: int) -> None:
-    """Warn if the run has not trained step `last` yet."""
+    """Warn if the run has not trained step `last` yet, or if it never will."""
+    run_dir = opened.run.run_dir
     trained = max(opened.run.digests, default=-1) + 1
-    if not is_run_dir(opened.run.run_dir) or last < trained:
+    end = math.inf if opened.horizon is None else opened.horizon
+    after_end = f"step {last:,} would come after it"
+    if not is_run_dir(run_dir):  # flags or a receipt
+        if last >= end:
+            log.warning("a run with these flags ends with step %s; %s", f"{end - 1:,}", after_end)
         return
-    horizon = opened.run.horizon
-    where = f"{opened.run.run_dir} has trained {counted(trained, 'step')}; step {last:,} lies ahead"
+    if last < trained:
+        return
+    where = f"{run_dir} has trained {counted(trained, 'step')}; step {last:,} lies ahead"
     if opened.run.outcome == "completed":
-        where = f"{opened.run.run_dir} ended with step {trained - 1:,}; step {last:,} would come after it"
-    elif horizon is not None and last >= horizon:
-        where = f"{opened.run.run_dir} will end with step {horizon - 1:,}; step {last:,} would come after it"
+        where = f"{run_dir} ended with step {trained - 1:,}; {after_end}"
+    elif last >= end:
+        where = f"{run_dir} will end with step {end - 1:,}; {after_end}"
     log.warning("%s, and is computed from the data", where)
 
 

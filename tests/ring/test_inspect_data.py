@@ -18,6 +18,7 @@ import pytest
 
 from nanochat import run_stream, run_uses, seen
 from nanochat.checkpoint import find_checkpoint
+from nanochat.cli import EXIT_HALTED
 from nanochat.common import read_json
 from nanochat.dataloader import OFF, DataLoader
 from nanochat.files import BUCKET, data_at
@@ -943,6 +944,44 @@ def test_a_step_after_the_last_one_of_a_running_run_never_comes(killed, caplog, 
     log.write_text("".join(records))
     run("rows", "text", f"--step={step}")
     assert words in caplog.text
+
+
+def test_a_step_after_the_last_one_that_flags_would_train_is_warned_of(corpus, caplog):
+    run("rows", *stream_flags(corpus), "--step=4")
+    assert not caplog.text
+    run("digest", *stream_flags(corpus), "--steps=3:6")
+    assert "a run with these flags ends with step 4; step 5 would come after it" in caplog.text
+
+
+@pytest.mark.parametrize("name, steps", [("rows", "--step={1}"), ("digest", "--steps={0}:{2}")])
+def test_rows_after_a_halt_are_said_to_be_those_with_allow_bucket_exhaustion(
+    tmp_path, caplog, name, steps
+):
+    with training.workplace(tmp_path):
+        training.write_buckets(tmp_path, {"big": 60, "tiny": 4}, shards=0)
+        mix = tmp_path / "mix.yaml"
+        mix.write_text(
+            "curriculum:\n- {duration_tokens: 512, mix: {big: 1}}\n"
+            "- {duration_tokens: 4096, mix: {big: 1, tiny: 1}}\n"
+        )
+        settings = {**training.SMALL, "data_path": tmp_path / "text", "curriculum": mix}
+        settings |= {"num_iterations": None, "plan": "off"}
+        assert training.run(**settings).code == EXIT_HALTED
+        halt = len(training.steps())
+        trained = steps.format(halt - 2, halt - 1, halt)
+        ahead = steps.format(halt - 1, halt, halt + 1)
+        warned = f"bucket 'tiny' runs dry in a lane by step {halt}, where the run halts without"
+
+        run(name, "run", trained)
+        assert "runs dry" not in caplog.text
+        run(name, "run", ahead)
+        assert caplog.text.count(warned) == 1
+        caplog.clear()
+        flags = training.flags(**settings)
+        run(name, *flags, ahead, "--allow-bucket-exhaustion")
+        assert "runs dry" not in caplog.text
+        run(name, *flags, ahead)
+        assert caplog.text.count(warned) == 1
 
 
 def log_again(step, **changed):

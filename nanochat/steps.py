@@ -4,6 +4,7 @@ The plain values of training: the totals of a step, the progress of a run, and w
 
 import enum
 import math
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -164,6 +165,15 @@ class Progress:
         self.val_bpb = bpb
         self.first_val_bpb = bpb if self.first_val_bpb is None else self.first_val_bpb
         self.min_val_bpb = min(bpb, bpb if self.min_val_bpb is None else self.min_val_bpb)
+
+
+RECENT = 20  # steps from which the time of the next ones is estimated
+
+
+def time_left(recent_s: Sequence[float], num_steps: int) -> float:
+    """The seconds that `num_steps` steps will take, if each takes the median of these recent
+    ones: a slow first step, which compiles, does not count."""
+    return statistics.median(recent_s) * num_steps
 
 
 # ---- what a run reports --------------------------------------------------------------------------

@@ -23,8 +23,9 @@ import functools
 import json
 import math
 import random
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -50,7 +51,7 @@ from nanochat.run_settings import build_model
 from nanochat.schedule import Schedule
 from nanochat.spikes import limits
 from nanochat.start_run import Start
-from nanochat.steps import Progress, StepMessage, StepTotals
+from nanochat.steps import RECENT, Progress, StepMessage, StepTotals
 
 NEXT_STEP_S = 5.0  # how long a save waits for the rows of the next step, whose digest it stores
 
@@ -232,6 +233,8 @@ class Training:
     loader: DataLoader
     progress: Progress
     model_code: dict[str, str]  # hashes of the code that this launch has loaded
+    # seconds of this launch's newest steps, not saved
+    recent_s: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
 
     @functools.cached_property
     def flops_per_token(self) -> int:

@@ -69,7 +69,7 @@ from nanochat.start_run import (
     has_moved,
     inspect_run,
 )
-from nanochat.steps import Outcome, Progress, StepReport, StepTotals
+from nanochat.steps import Outcome, Progress, StepReport, StepTotals, time_left
 from nanochat.tokenizer import Tokenizer
 from nanochat.trainer import Training, make_model, new_row_table, take_step
 
@@ -542,7 +542,8 @@ def log_step(
     lr = training.schedule.lr(step)
     rate = tokens / step_s
     smooth = progress.count_step(totals, tokens, step_s)
-    eta_s = (run.horizon.num_iterations - progress.step) * progress.train_time_s / progress.step
+    training.recent_s.append(step_s)
+    eta_s = time_left(training.recent_s, run.horizon.num_iterations - progress.step)
     mfu = rate * training.mfu_per_rate
     record: dict[str, Any] = {
         "digest": totals.digest,

@@ -251,6 +251,18 @@ def test_a_step_waits_for_the_device_once_after_all_of_it_is_launched(flags, mon
     assert waits.count == 1, "the counter works"
 
 
+def test_the_time_left_is_by_the_steps_of_this_launch(monkeypatch):
+    """Regression: slow steps of earlier launches and of a fork's parent counted."""
+    succeed(num_iterations=2)
+    first = start_run.Start.first_progress
+    monkeypatch.setattr(
+        start_run.Start, "first_progress", lambda start: replace(first(start), train_time_s=1e6)
+    )
+    out = succeed(num_iterations=5).out
+    left = re.findall(r"tok/s .*\| (.+) left", out)
+    assert len(left) == 3 and all(time.endswith(" s") for time in left), out
+
+
 def test_a_resume_reports_another_version_of_code_or_hardware(monkeypatch):
     compared = []
     monkeypatch.setattr(start_run, "check_all_equal", compared.append)

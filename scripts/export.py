@@ -90,6 +90,7 @@ from nanochat.tokenizer import RustBPETokenizer, Tokenizer, get_tokenizer, repla
 
 log = logging.getLogger(__name__)
 
+NEW_FOLDER = "name a new folder"  # instead of one that exists
 CODE = "modeling_nanochat_exact"  # the file of nanochat/integrations that transformers runs
 
 
@@ -140,17 +141,24 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     return args
 
 
+def check_is_new(out: Path, advice: str) -> Path:
+    """The absolute path of OUT. ValueError, which ends with the advice, if it exists and is not an
+    empty folder."""
+    out = as_local_path(out, "OUT").expanduser().absolute()
+    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
+        raise ValueError(f"{out}: already exists and is never overwritten; {advice}")
+    return out
+
+
 @contextmanager
 def new_folder(out: Path, advice: str) -> Iterator[Path]:
     """Yield a hidden folder beside `out` to fill.
 
     At the end of the block its files are fsynced and it is renamed to `out`; if the block raises,
-    it is removed. The next call removes leftovers of a killed process. ValueError, which ends with
-    the advice, if `out` exists and is not an empty folder.
+    it is removed. The next call removes leftovers of a killed process. Raises what `check_is_new`
+    raises.
     """
-    out = as_local_path(out, "OUT").expanduser().absolute()
-    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
-        raise ValueError(f"{out}: already exists and is never overwritten; {advice}")
+    out = check_is_new(out, advice)
     unfinished = out.with_name(f".{out.name}.unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)
     make_folder(out.parent)
@@ -423,7 +431,7 @@ def to_hf(source: str, out: Path) -> str:
         "README.md": card,
     }
     code = Path(integrations.__file__).with_name(f"{CODE}.py")
-    with new_folder(out, "name a new folder") as folder:
+    with new_folder(out, NEW_FOLDER) as folder:
         model, _, _ = load_model(source, "cpu", compute_dtype=torch.float32)
         check_hf(model, code, json.loads(files["config.json"]))
         write_weights(folder, state)
@@ -467,7 +475,7 @@ def to_nanochat(source: str, out: Path) -> str:
         "max_seq_len": config.sequence_len,
         "total_batch_size": settings.total_batch_size,
     }
-    with new_folder(out, "name a new folder") as folder:
+    with new_folder(out, NEW_FOLDER) as folder:
         model, _, _ = load_model(source, "cpu", compute_dtype=torch.float32)
         check_nanochat(model)
         model_folder = folder / "base_checkpoints" / run_dir.name
@@ -632,7 +640,7 @@ def import_run(args: argparse.Namespace) -> str:
     source = from_nanochat(args.source)
     settings, shape, tokenizer = settings_of(source, args)
     out = args.out or run_path(settings.model_tag or "")
-    advice = "name a new folder" if args.out else "name another run with --model-tag"
+    advice = NEW_FOLDER if args.out else "name another run with --model-tag"
     begin_launch()
     state = {
         "status": "completed",
@@ -667,7 +675,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     setup_logging()
     if args.origin is not None:
         print(import_run(args))
-    elif args.to == "hf":
+        return 0
+    check_is_new(args.out, NEW_FOLDER)  # before the replay of a step that was not saved
+    if args.to == "hf":
         print(to_hf(args.source, args.out))
     else:
         print(to_nanochat(args.source, args.out))

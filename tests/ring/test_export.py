@@ -526,6 +526,12 @@ def refused(*argv):
     return str(e.value)
 
 
+@pytest.mark.parametrize("to", ["hf", "nanochat"])
+def test_an_existing_folder_is_refused_before_a_step_is_replayed(base, monkeypatch, to):
+    monkeypatch.setattr(export, "make_available", lambda source: 1 / 0)
+    assert "runs: already exists" in refused("run@1", base / "runs", f"--to={to}")
+
+
 def test_nothing_is_overwritten_and_no_partial_output_stays(base, monkeypatch):
     error = refused(
         base / "nc/base_checkpoints/run", "--from=nanochat", f"--data-path={base / 'data'}"

@@ -443,6 +443,7 @@ def find_document(data: Mapping[str, Mapping[str, Source]], name: str) -> tuple[
         if len(known) > 4:
             files += ", ..."
         same_name = [other for other in known if PurePath(other).name == PurePath(file).name]
+        same_name.sort(key=lambda other: not other.endswith(f"/{file}"))
         hint = f"; did you mean {same_name[0]}?" if same_name else ""
         hint = hint or did_you_mean(file, known)
         raise ValueError(f"{name}: the run has no file {file}; its files are {files}{hint}")

@@ -638,7 +638,7 @@ class Pretokenizer:
             if was and self.on_hub not in ("", was):
                 raise ValueError(
                     f"{pair}: made from {was}, but --input-dir is now {self.on_hub}; name "
-                    f"--input-dir={was}, or for the newer data, another --output-dir"
+                    f"--input-dir={was}, or for this data, another --output-dir"
                 )
             if path not in planned:
                 raise ValueError(

@@ -492,7 +492,10 @@ def test_token_files_are_of_one_commit(hub, made, tmp_path, capsys):
     """Regression: after the branch had moved, the same command replaced finished token files."""
     assert shards_of(tmp_path, "--num-tasks=2") == 0
     newest = hub.commit("own/set", newer(made.files))
-    with pytest.raises(ValueError, match=f"@{newest}; name --input-dir={SET}@{made.commit}, or"):
+    with pytest.raises(
+        ValueError,
+        match=f"@{newest}; name --input-dir={SET}@{made.commit}, or for this data, another",
+    ):
         shards_of(tmp_path)
     assert shards_of(tmp_path, path=f"{SET}@{made.commit}") == 0
     assert f"data: {SET}@{made.commit}" in capsys.readouterr().out

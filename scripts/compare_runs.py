@@ -288,11 +288,14 @@ class Part:
 
     def text(self) -> str:
         """One line to print."""
+        what = f"{self.compared:,}"
+        if self.kind == "checkpoint":
+            what += " values"
         if not self.gaps:
-            return f"{self.name}: {self.compared:,} equal"
+            return f"{self.name}: {what} equal"
         first = self.gaps[0]
         verb = "differs in" if self.kind == "checkpoint" else "differ first at"
-        count = f"{len(self.gaps):,} of {self.compared:,} differ"
+        count = f"{len(self.gaps):,} of {what} differ"
         return f"{self.name} {verb} {first.where}: {first.text}; {count}"
 
 

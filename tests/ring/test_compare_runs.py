@@ -123,6 +123,7 @@ def test_equal_runs_list_what_is_equal(base):
         "validation results: 3 equal",
         "gradient norms: 8 equal",
         "token counts: 8 equal",
+        f"checkpoint 8: {values:,} values equal",
     ):
         assert line in rest
     assert [line.split()[0] for line in rest.splitlines() if '"again"' in line] == ["model_tag"]

@@ -3,7 +3,7 @@ Verify runs, checkpoints and token shards on disk, byte by byte, and receipts ag
 
     python -m scripts.verify mine                   # a run; also several paths
     python -m scripts.verify shards                 # a folder and everything below it; one pair; one checkpoint
-    python -m scripts.verify mine.json --data-path=mytext           # a receipt, from nanochat.receipt
+    python -m scripts.verify mine.json --data-path=mytext           # a receipt, from scripts.receipt
     python -m scripts.verify mine.json --run=mine --replay=5%       # do the run's weights follow from its rows?
 
 Everything except a run's data is opened as in training and read to the end; whatever training would
@@ -699,7 +699,7 @@ def add_receipt_flags(parser: Parser) -> None:
     receipts.add_argument(
         "--replay",
         type=share_or_span,
-        metavar="5%%|A:B",
+        metavar="5%|A:B",
         help="train this share of the run's steps again, or those from A to B, and compare bits",
     )
     receipts.add_argument(

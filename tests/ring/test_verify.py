@@ -53,6 +53,13 @@ def u16(*ids):
     return np.array(ids, "<u2").tobytes()
 
 
+def test_the_help_has_each_percent_sign_once(capsys):
+    with pytest.raises(SystemExit):
+        verify.main(["--help"])
+    out = capsys.readouterr().out
+    assert "[--replay 5%|A:B]" in out and "%%" not in out
+
+
 def test_good_shards_are_good(tmp_path):
     folder = good_folder(tmp_path)
     code, problems, out = run(tmp_path, "--sequence-len", 1)

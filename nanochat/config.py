@@ -26,7 +26,7 @@ night.
 
 import argparse
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import Field, asdict, dataclass, fields, replace
 from functools import partial
 from pathlib import Path
@@ -422,10 +422,14 @@ class Settings(
             )
         if self.fork_from is not None and self.model_tag is None:
             raise ValueError("--fork-from: a fork is a new run; name it with --model-tag=NAME")
+        if self.data_format in FORMATS and self.data_format != "text":
+            self.refuse_selection()
+
+    def refuse_selection(self, *, but: Collection[str] = ()) -> None:
+        """ValueError if settings that select documents of text differ from their defaults. `but`:
+        the names of those that may."""
         for name, value in Selection.of(asdict(self)).named().items():
-            # the FileSource of a fork's own kind of file receives --text-field, and nothing else
-            is_received = name == "text_field" and self.data_format not in FORMATS
-            if self.data_format != "text" and not is_received:
+            if name not in but:
                 raise ValueError(
                     f"{flag(name)}={value}: applies to text only, but --data-format is "
                     f"{self.data_format}; remove it"

@@ -13,7 +13,7 @@ run, and a plan follows that stream step by step:
 
     lengths --> Stream(feed=Rehearsal) --rows of a step--> all lanes have rows, or one halts or drops a bucket
 
-For token files, and for text of up to about 32 MB, the halting step and all rehearsed counts are
+For token files, and for up to about 32 MB of local text, the halting step and all rehearsed counts are
 exact. More text would take long to tokenize, so its lengths are drawn from a few hundred documents,
 scaled by the sizes of its files, and the plan is called an estimate.
 A bucket that cannot run dry, because it has no limit or far more tokens than requested, is not

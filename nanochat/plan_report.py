@@ -228,10 +228,11 @@ def likely_problem(plan: Plan, lanes: str = "") -> str:
 
 def close_calls(plan: Plan, start: Starting, data: RunData) -> list[str]:
     """A sentence for each bucket that lasts to the end of the run by an estimate, but only just."""
+    is_text = start.settings.data_format == "text"
+    exact = ", and token files (scripts.tok_shards) give the exact step" if is_text else ""
     return [
         f"bucket {name!r} may run dry before the last step: by this estimate, it lasts until step {step:,}, and "
-        f"the run takes {plan.num_steps:,} steps; an estimate may be {ERROR:.0%} off, and token files "
-        f"(scripts.tok_shards) give the exact step"
+        f"the run takes {plan.num_steps:,} steps; an estimate may be {ERROR:.0%} off{exact}"
         for name, step in dry_soon_after(plan, start, data).items()
     ]
 

@@ -121,14 +121,14 @@ class Opened:
     def _warn_dry(self, lanes: Sequence[LaneState], cursors: Sequence[Cursor] | None) -> None:
         """Warn if lanes dropped a bucket after these cursors, in steps that were not trained."""
         step = max(lane.num_rows for lane in lanes) // self.rows_per_lane - 1
-        if step in self.run.digests:
+        if step in self.run.digests or (self.horizon is not None and step >= self.horizon):
             return
         before = {cursor["lane"]: {*cursor["dropped"]} for cursor in cursors or ()}
         dry = {bucket for lane in lanes for bucket in lane.dropped - before.get(lane.lane, set())}
         if dry:
             log.warning(
-                "%s runs dry in a lane by step %s, where the run halts without --allow-bucket-exhaustion; "
-                "these are the rows with it",
+                "%s runs dry in a lane at step %s or before; the run halts there without "
+                "--allow-bucket-exhaustion, and what is shown is with it",
                 " and ".join(f"bucket {bucket!r}" for bucket in sorted(dry)),
                 f"{step:,}",
             )

@@ -440,7 +440,7 @@ def write_list(path: Path, hits: Sequence[Hit], train: Mapping[str, Manifest], o
             lines[version_line("of", name, footer)] = None
     lines |= names
 
-    if path.exists() and documents_in(path.read_text()) != documents_in("\n".join(lines)):
+    if path.exists() and not is_same_list(path.read_text().splitlines(), [*lines]):
         raise ValueError(
             f"{path}: the file exists and is another list, which a run may need to resume; name a new "
             f"file with --list=FILE"
@@ -449,6 +449,16 @@ def write_list(path: Path, hits: Sequence[Hit], train: Mapping[str, Manifest], o
     return len(names)
 
 
-def documents_in(text: str) -> set[str]:
-    """The lines of a list, without those that name versions of files."""
-    return {line for line in text.splitlines() if not VERSION_LINE.fullmatch(line)}
+def is_same_list(old: Iterable[str], new: Iterable[str]) -> bool:
+    """Whether a run that uses a list of documents may use another one: they name the same documents,
+    of the same versions of the files that both name."""
+    documents: list[set[str]] = []
+    versions: list[dict[str, str]] = []
+    for lines in (old, new):
+        stated = {line: VERSION_LINE.fullmatch(line) for line in lines}
+        documents.append({line for line, version in stated.items() if version is None})
+        versions.append({found["name"]: found["footer"] for found in stated.values() if found})
+    before, now = versions
+    return documents[0] == documents[1] and all(
+        before[name] == now[name] for name in before.keys() & now.keys()
+    )

@@ -70,7 +70,7 @@ from nanochat.dist import (
     other_processors,
     versions,
 )
-from nanochat.files import OWN_TOKENIZER, data_at, default_data_path, list_files, paths_in
+from nanochat.files import FORMATS, OWN_TOKENIZER, data_at, default_data_path, list_files, paths_in
 from nanochat.fork import (
     LENGTH,
     Parent,
@@ -432,10 +432,10 @@ def keep_length(
     last = Settings.from_json(newest)
     kept = dict[str, Any]()
     lengths = {f.name: f.default for f in fields(HorizonSettings)}
-    for name, default in lengths.items():
-        if getattr(settings, name) not in (default, getattr(first, name)):
-            return settings  # an edited copy of config.json names it
-    if not any(name in named for name in lengths):
+    is_named = any(name in named for name in lengths)
+    for name, default in lengths.items():  # or an edited copy of config.json names one
+        is_named = is_named or getattr(settings, name) not in (default, getattr(first, name))
+    if not is_named:
         kept = {name: getattr(last, name) for name in lengths}
     if "curriculum" not in named and settings.curriculum == first.curriculum:
         kept["curriculum"] = last.curriculum
@@ -449,7 +449,11 @@ def _check_beginning(run_dir: Path, settings: Settings, config: Mapping[str, Any
             f"{run_dir}: older code began this run with --init-data=continue, and it has no checkpoint "
             f"yet; begin again with --fork-from=RUN@STEP and --model-tag=NAME"
         )
-    if settings.skip_steps and settings.fork_from is None and not config:
+    is_new = not config and settings.fork_from is None
+    if is_new and settings.data_format not in FORMATS:
+        # the FileSource of a fork's own kind of file receives nothing else; older code took the others
+        settings.refuse_selection(but=("text_field",))
+    if settings.skip_steps and is_new:
         raise ValueError(
             f"--skip-steps={settings.skip_steps}: applies only to a fork; name the run, and the step "
             f"before the rows to skip, with --fork-from=RUN@STEP"

@@ -256,6 +256,8 @@ def show_rows(opened: Opened, args: argparse.Namespace) -> int:
     texts: list[list[str]] = []  # the lines of each document's text
     with opened.stream_at(args.step) as stream:
         rows = stream.next_rows(opened.rows_per_lane)
+        if not rows:
+            raise ValueError(f"step {args.step:,}: the order of samples ends before it")
         numbers = by_loss(losses) if losses else list(range(len(rows)))
         if args.row is not None:
             numbers = [number for number in numbers if number == args.row]

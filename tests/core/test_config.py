@@ -140,10 +140,6 @@ def test_help_shows_each_flag_with_its_default():
         ),
         (["--text-field=body", "--data-format=shards"], "--text-field=body: applies to text only"),
         *(
-            ([setting, "--data-format=xyz"], f"{setting}: applies to text only")
-            for setting in ("--val-fraction=0.05", "--min-chars=5")
-        ),
-        *(
             ([f"--log-to={value}"], f"--log-to: got '{value}', expected wandb, tensorboard")
             for value in ("tensorbord", "")
         ),
@@ -188,10 +184,6 @@ def test_help_shows_each_flag_with_its_default():
 def test_impossible_values_and_contradictions_are_refused(argv, error):
     with pytest.raises(ValueError, match=re.escape(error)):
         parse(*argv)
-
-
-def test_the_source_of_a_fork_s_own_kind_of_file_receives_text_field():
-    assert parse("--text-field=body", "--data-format=xyz").text_field == "body"
 
 
 def test_help_shows_the_everyday_flags_and_how_many_others_there_are():

@@ -352,7 +352,9 @@ def test_the_curriculum_of_a_config_file_counts():
         config["curriculum"]["phases"][-1]["duration_tokens"] *= 2
         copy.write_text(json.dumps(config))
         out = training.succeed(config=copy).out
-    assert max(steps()) == 5 and "changed: --curriculum: its last phase" in out
+        assert max(steps()) == 5 and "changed: --curriculum: its last phase" in out
+        again = training.succeed(config=run_dir() / "config.json", num_iterations=6)
+    assert "completed after 6 steps" in again.out
 
 
 def test_a_run_of_older_code_with_a_curriculum_resumes():

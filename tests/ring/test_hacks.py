@@ -187,6 +187,14 @@ class FileSource(Source):
     assert len(training.digests("hack")) == 4
     refused = fork.run(data_format="csv", data_path=folder, tag="none", ok=False)
     assert "got 'csv', expected text, shards, megatron, or a NAME" in refused
+    # regression: it was taken, and nothing was held out
+    own = {"data_format": "md", "data_path": folder}
+    refused = fork.run(**own, val_fraction=0.05, tag="none", ok=False)
+    assert "--val-fraction=0.05: applies to text only, but --data-format is md" in refused
+    # a run that older code began with such a setting resumes
+    path = training.run_dir("hack") / "config.json"
+    path.write_text(path.read_text().replace('"min_chars": 0', '"min_chars": 3'))
+    fork.run(**own, min_chars=3)
 
 
 COPIES = '''

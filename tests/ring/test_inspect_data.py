@@ -970,7 +970,7 @@ def test_rows_after_a_halt_are_said_to_be_those_with_allow_bucket_exhaustion(
         halt = len(training.steps())
         trained = steps.format(halt - 2, halt - 1, halt)
         ahead = steps.format(halt - 1, halt, halt + 1)
-        warned = f"bucket 'tiny' runs dry in a lane by step {halt}, where the run halts without"
+        warned = f"bucket 'tiny' runs dry in a lane at step {halt} or before; the run halts there without"
 
         run(name, "run", trained)
         assert "runs dry" not in caplog.text

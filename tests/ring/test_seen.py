@@ -3,6 +3,7 @@ words of every row of a small run."""
 
 import functools
 import json
+import re
 import shutil
 from contextlib import closing
 from unittest import mock
@@ -382,6 +383,11 @@ def test_validate_lists_the_training_documents_that_find_finds(checked, tmp_path
     again = command(validate.main, *flags, f"--list={listed}")
     assert again.code == 0, again.err
     assert {*listed.read_text().splitlines()} == {*lines_of}
+    # a run with the list of another version needs that one to resume
+    old = re.sub(r"(searched shard_0.*version )\w+", r"\1other", listed.read_text())
+    listed.write_text(old)
+    assert command(validate.main, *flags, f"--list={listed}").code == 1
+    assert listed.read_text() == old
     assert f"items.jsonl {N} {len(items)} 1 {lines[-1]['in_data']}" in " ".join(outcome.out.split())
 
 

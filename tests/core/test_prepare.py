@@ -1,6 +1,7 @@
 """Prepared folders: other kinds of rows, interruptions, damage, older runs, and the command."""
 
 import errno
+import itertools
 import json
 import os
 import shutil
@@ -503,16 +504,22 @@ def test_sigterm_ends_a_launch_that_prepares_its_text_and_leaves_no_run(tmp_path
 
 
 def sigterm_in_the_second_group():
-    """A thread prepares the file: it goes on only when the main thread has seen the signal."""
+    """A thread prepares each file: from the second group on, both go on only when the main thread
+    has seen the signal, so neither file is finished before."""
+    columns = prepare._columns
+    calls = itertools.count(1)
 
-    def send_and_await() -> None:
-        training.send(signal.SIGTERM)
-        for _ in range(1000):
+    def watched(*args):
+        call = next(calls)
+        if call == 2:
+            training.send(signal.SIGTERM)
+        for _ in range(1000 if call >= 2 else 0):
             check_stop()
             time.sleep(0.01)
+        return columns(*args)
 
     prepare.GROUP_DOCUMENTS = 8
-    training.before("nanochat.prepare._columns", 2, send_and_await)
+    prepare._columns = watched
 
 
 def test_a_run_on_jsonl_resumes_with_the_same_digests_after_its_folder_is_removed(tmp_path, capsys):

@@ -437,6 +437,7 @@ class LargeOrder(ShuffledOrder):
         return min(place + size, int(places[at + 1]), stop)
 
     def unit(self, epoch: int, place: int, stop: int) -> UnitDocuments:
+        """The unit that begins at a place: a part of one group, in a random order."""
         items, places, _ = self._epoch(epoch)
         # the group, and the lane's part of it
         at = self._group_at(epoch, place)
@@ -542,6 +543,8 @@ class JoinedOrder(Order):
         return JoinedUnits(np.array(ends), np.array(parts, np.uint8), np.array(places))
 
     def lane_and_place(self, epoch: int, group: int, number: int) -> tuple[int, int]:
+        """The lane and place of a document; place -1 if the lane had read it before the parts were
+        joined."""
         part = int(group >= self.first_group)
         first_group = part * self.first_group
         lane, wanted = self.parts[part].lane_and_place(epoch, group - first_group, number)
@@ -567,6 +570,7 @@ class JoinedOrder(Order):
         return min(self.share(lane, epoch).start + num_read, stop)
 
     def unit(self, epoch: int, place: int, stop: int) -> UnitDocuments:
+        """The unit that begins at a place: one of a part, with the numbers of its groups in the whole."""
         lane, unit = self._unit_at(epoch, place)
         _, parts, places = self._units(lane, epoch)
         part = int(parts[unit])

@@ -594,7 +594,8 @@ def newest_events(run_dir: Path, step: float) -> dict[str, dict[str, Any]]:
 
 def validations(run_dir: Path, step: float) -> dict[int, float]:
     """{steps done: bits per byte} of the validations in a run's log up to `step`, in the order of
-    steps. Those of a fork's ancestors are in their own logs."""
+    steps. Those of a fork's ancestors are in their own logs. (`RunReader.val_bpb`, which also tells
+    amounts of text apart, belongs to programs that read runs: a run does not load it.)"""
     values: dict[int, float] = {}
     for record in iter_log(run_dir / "logs" / "train.jsonl", containing=b'"val"'):
         done = record.get("step")

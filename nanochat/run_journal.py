@@ -138,6 +138,7 @@ class Terminal(Sink):
             self.val_step = step
 
     def step(self, report: StepReport) -> None:
+        """Print the line of a step, and move the bar on."""
         print0(f"step {report.step:05d}/{self.last:05d} | {report.line}")
         self.bar.set_postfix_str(
             f"loss {show(Bits.of(report.smooth_loss))}, "

@@ -360,16 +360,9 @@ def _inspect(
     if settings.core_metric_every > 0:  # a missing bundle is an error now, not hours later
         read_bundle(max_per_task=settings.core_metric_max_per_task)
     config = dict[str, Any]()
-    notices = dict[str, Notice]()
-    lengths = set()  # of the run's first launch, and of its newest
+    notices: Mapping[str, Notice] = {}
     if exists and not scratch:
-        config = read_config(run_dir)
-        newest = config_at(run_dir, math.inf)
-        settings = keep_length(settings, config, newest, named)
-        settings, notices = resume_settings(config, settings, run_dir=run_dir, newest=newest)
-        started = newest_events(run_dir, math.inf).get("started", {})
-        first_length = config.get("derived", {}).get("num_iterations")
-        lengths = {first_length, started.get("num_iterations", first_length)}
+        config, settings, notices = _resumed(run_dir, settings, named)
     checkpoint = None if scratch else _own_checkpoint(run_dir, settings.resume)
     origin = parent = jump = None
     if checkpoint is None:
@@ -388,7 +381,7 @@ def _inspect(
         device_memory(device, settings.world_size),
         manifests.get("train"),
     )
-    if lengths == {horizon.num_iterations}:
+    if config and _lengths_before(run_dir, config) == {horizon.num_iterations}:
         # such as --num-iterations with the length that a curriculum has
         notices = {name: notice for name, notice in notices.items() if name not in LENGTH}
     if parent is not None:
@@ -416,6 +409,25 @@ def _inspect(
     return replace(
         start, settings=order.settle(settings, horizon, start.cursors, start.steps_to_read)
     )
+
+
+def _resumed(
+    run_dir: Path, settings: Settings, named: Collection[str]
+) -> tuple[dict[str, Any], Settings, Mapping[str, Notice]]:
+    """(config.json of an existing run, settings of a command that resumes it, what to say of those
+    that it has changed)."""
+    config = read_config(run_dir)
+    newest = config_at(run_dir, math.inf)
+    settings = keep_length(settings, config, newest, named)
+    settings, notices = resume_settings(config, settings, run_dir=run_dir, newest=newest)
+    return config, settings, notices
+
+
+def _lengths_before(run_dir: Path, config: Mapping[str, Any]) -> set[int | None]:
+    """The numbers of steps of a run's first launch, and of its newest."""
+    started = newest_events(run_dir, math.inf).get("started", {})
+    first = config.get("derived", {}).get("num_iterations")
+    return {first, started.get("num_iterations", first)}
 
 
 def keep_length(

@@ -106,6 +106,7 @@ class TokenSource(Source):
         return Runs(self._pair(file), runs, positions.tolist())
 
     def read(self, group: int, numbers: np.ndarray, keep: int = 0) -> list[Document]:
+        """The documents with these numbers, in their order; neighbors are read at once."""
         pair, runs, positions = self._runs(group, numbers)
         documents: list[Document] = []
         for first, end in runs:

@@ -579,6 +579,7 @@ class RustBPETokenizer(Tokenizer):
         return self.enc.decode(ids.tolist() if hasattr(ids, "tolist") else list(ids))
 
     def contents(self) -> tuple[dict[str, Any], bytes]:
+        """(what tokenizer.json says, the ranks of tiktoken's format)."""
         own = {
             "bos_token": self.bos_token,
             "special_tokens": self.enc._special_tokens,

@@ -469,6 +469,8 @@ class SampleStream:
         return state
 
     def cursors(self, state: list[LaneState] | None = None) -> list[Cursor]:
+        """The cursors of all lanes at a state, by default the present one; a cursor's epochs are those
+        of the samples taken by then."""
         if state is None:
             state = self.state()
         T = self.config.T

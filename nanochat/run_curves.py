@@ -15,8 +15,9 @@ loss is kept, so spikes stay visible:
     steps     . . . x . . . . | . . . . . . x .  |  x: highest loss of its block
     kept            x                     x
 
-Running means and windows are computed from all steps; only then are the kept ones picked. The running
-means of a fork begin with the steps of its parent, so at the first step of the fork both are equal.
+Windows are computed from all steps, and running means from all that were applied; only then are the
+kept ones picked. The running means of a fork begin with the steps of its parent, so at the first step
+of the fork both are equal.
 """
 
 import logging
@@ -99,7 +100,7 @@ def kept_steps(steps: Sequence[LogRecord], stride: int) -> list[int]:
 
 
 def smooth(values: Sequence[float | None]) -> Values:
-    """A running mean, computed like `smooth_loss`; None stays None."""
+    """A running mean, computed like `smooth_loss`. None stays None, and does not count."""
     means: Values = []
     total = weight = 0.0
     for value in values:
@@ -113,8 +114,8 @@ def smooth(values: Sequence[float | None]) -> Values:
 
 
 def steps_before(run: RunReader) -> list[LogRecord]:
-    """The last `SETTLED` steps that the ancestors of a fork took before it, ascending; fewer if some
-    are not here any more."""
+    """The last `SETTLED` steps that the ancestors of a fork took and applied before it, ascending;
+    fewer if some are not here any more."""
     before: list[LogRecord] = []
     end = run.first_step
     *ancestors, _ = history_of(run)
@@ -126,7 +127,9 @@ def steps_before(run: RunReader) -> list[LogRecord]:
         except ValueError as e:
             log.warning("%s: its averages begin anew: %s", run.name, e)
             break
+        skipped = stretch.run.steps_not_applied
         taken = [step for step in steps if stretch.first <= step["step"] < end]
+        taken = [step for step in taken if step["step"] not in skipped]
         before = [*taken, *before]
         end = stretch.first
     return before[-SETTLED:]
@@ -155,6 +158,8 @@ def step_series(run: RunReader, kept: Sequence[int], *, only_smoothed: bool) -> 
     """
     steps = run.steps
     before = steps_before(run)
+    skipped = run.steps_not_applied
+    applied: list[Mapping[str, Any]] = [{} if s["step"] in skipped else s for s in steps]
     for name in names_in(steps):
         group, _, bucket = name.partition("/")
         of_bucket = group == "loss" and bool(bucket)
@@ -164,7 +169,7 @@ def step_series(run: RunReader, kept: Sequence[int], *, only_smoothed: bool) -> 
 
         is_noisy = name not in NOT_NOISY
         if of_bucket or (only_smoothed and is_noisy):
-            means = smooth([number(step.get(name)) for step in (*before, *steps)])
+            means = smooth([number(step.get(name)) for step in (*before, *applied)])
             values = [means[len(before) + i] for i in kept]
             look = "smooth"
         else:

@@ -300,6 +300,11 @@ class RunReader:
         return [event for event in self.events if event["event"] in names]
 
     @property
+    def steps_not_applied(self) -> set[int]:
+        """The steps that did not change the weights: spikes, and steps without a token to learn."""
+        return {event["step"] for event in self.named("skipped")}
+
+    @property
     def row_losses(self) -> RowLosses:
         """The losses of rows; `read(step)` reads those of a step."""
         check_shape(self.config, {"total_batch_size": int}, self.run_dir / CONFIG_NAME)

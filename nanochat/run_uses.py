@@ -351,7 +351,7 @@ def item_uses(
     found: dict[tuple[str, int], list[seen.ItemUse]] = {}
     for of_run, end, *_ in spans:
         losses_of = lru_cache(64)(partial(recorded_losses, of_run.run))
-        skipped = {event["step"] for event in of_run.run.named("skipped")}  # not applied
+        skipped = of_run.run.steps_not_applied
         decode = of_run.data.tokenizer.decode
         documents = learned_documents(of_run, names)
         for document, all_uses in uses_of(of_run, documents).items():

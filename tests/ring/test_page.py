@@ -25,6 +25,7 @@ EVIL = "</script><img src=x onerror=alert(1)>{{data}}<!--"
 T = 15
 STEPS = 40
 SPIKE = 17
+NOT_APPLIED = 30
 
 
 def cursors(read=96):
@@ -61,6 +62,11 @@ def step(i, **more):
     }
 
 
+def web_loss(i):
+    """The loss of a bucket: that of the step that was not applied is far off."""
+    return 50.0 if i == NOT_APPLIED else 3 + i / 10
+
+
 def log_lines(*, digest="", num=STEPS, slowest_wait_s=0.05):
     """The log of a run that was killed at step 25, resumed from step 20 on two processes and
     stopped. It has a hostile bucket, an unknown value and a NaN."""
@@ -69,7 +75,7 @@ def log_lines(*, digest="", num=STEPS, slowest_wait_s=0.05):
         values = {
             f"tokens/{EVIL}": 40 if i < 20 else 120,
             "tokens/web": 120 if i < 20 else 40,
-            "loss/web": 3 + i / 10,
+            "loss/web": web_loss(i),
             "unknown_value": float(i),
         }
         mix.append(step(i, **values))
@@ -90,7 +96,7 @@ def log_lines(*, digest="", num=STEPS, slowest_wait_s=0.05):
         *mix[20:],
         {**val, "step": num, "bpb": 2.125},
         {"event": "core", "step": num, "core_metric": 0.125},
-        {"event": "skipped", "step": 30, "loss": 50.0},
+        {"event": "skipped", "step": NOT_APPLIED, "loss": 50.0},
         {"event": "samples", "step": 20, "texts": ["old"]},
         {"event": "samples", "step": num, "texts": [EVIL]},
         {"event": "stopped", "step": num, "reason": EVIL},
@@ -250,12 +256,30 @@ def test_of_more_than_three_runs_only_smoothed_curves_are_drawn(runs, tmp_path):
     assert "raw" in looks[0] and "raw" not in looks[1]
     norms = [curves(data["runs"][0])["unknown_value", "unknown_value"] for data in (few, many)]
     assert norms[0] == [*range(STEPS)]
-    assert norms[1] == pytest.approx(run_curves.smooth(norms[0]), rel=1e-5)
+    applied = [norm if i != NOT_APPLIED else None for i, norm in enumerate(norms[0])]
+    smoothed = run_curves.smooth(applied)
+    assert [norm is None for norm in norms[1]] == [norm is None for norm in smoothed]
+    assert list(filter(None, norms[1])) == pytest.approx(list(filter(None, smoothed)), rel=1e-5)
     titles = [chart["title"] for chart in many["charts"]]
     assert page.LOSS + ", smoothed" in titles and "Gradient norm, smoothed" in titles
     assert page.WAIT in titles, "a single slow step stays one step"
     settings = text.partition("<h2>Settings</h2>")[2]
     assert settings.count('<details class="card">') == 4
+
+
+def test_the_loss_of_a_bucket_leaves_out_steps_that_were_not_applied(runs, tmp_path):
+    [run] = write([runs[0]], tmp_path / "page.html")[1]["runs"]
+    by_bucket = {
+        curve["name"]: curve for curve in run["series"] if curve["chart"] == run_curves.BUCKETS
+    }
+    for curve in by_bucket.values():
+        steps = run["axes"][curve["axis"]]["steps"]
+        losses = dict(zip(steps, curve["y"]))
+        assert losses[NOT_APPLIED] is None
+        assert losses[NOT_APPLIED + 1] < losses[NOT_APPLIED - 1] + 0.3, (
+            "the spike is not in the mean"
+        )
+    assert by_bucket
 
 
 def test_a_band_shows_the_10th_to_90th_percentile_of_row_losses(runs, tmp_path, monkeypatch):
@@ -347,10 +371,11 @@ def forks(tmp_path):
         (path / "logs").mkdir(parents=True)
         steps = []
         for i in range(first, STEPS):
-            more = {"total_training_time": 0.5 * (i + 1), "loss/web": 3 + i / 10}
+            more = {"total_training_time": 0.5 * (i + 1), "loss/web": web_loss(i)}
             steps.append(step(i, **more))
         started = {"event": "started", "step": first, "world_size": 1, "device": "cpu"}
-        lines = [{**started, "torch": "2.13.0"}, *steps]
+        skipped = {"event": "skipped", "step": NOT_APPLIED, "loss": 50.0}
+        lines = [{**started, "torch": "2.13.0"}, *steps, skipped]
         log = "".join(json.dumps(line) + "\n" for line in lines)
         (path / "logs" / "train.jsonl").write_text(log)
         derived = {"flops_per_token": 1000, "num_iterations": STEPS}

@@ -274,6 +274,11 @@ def data_at(path: AnyPath | str) -> DataPath:
     commas, or remote text files, separated by commas or listed in a text file. FileNotFoundError or
     ValueError for a list of which some files do not exist."""
     place = as_path(path)
+    page = HUB_PAGE.fullmatch(str(path))
+    if page and not text_suffix(place.name):
+        raise ValueError(
+            f"{path}: the page of a data set; name it hf://datasets/{page[1]}, with @REVISION and /FOLDER if needed"
+        )
     listed = paths_in(path)
     is_list_of_objects = len(listed) > 1 and all(map(storage_of, listed))
     if is_list_of_objects and all(map(text_suffix, listed)):
@@ -422,9 +427,8 @@ def _hint_for(path: AnyPath) -> str:
         return hint
     if any(character in path.name for character in "*?["):
         return "; patterns are not expanded: name the folder, or its files with commas between them"
-    of_hub = None if has_parent else HUB_LIKE.fullmatch(str(path))
-    if of_hub:
-        return f"; a data set on the Hub is named hf://datasets/{of_hub[1]}"
+    if not has_parent and OWNER_NAME.fullmatch(str(path)):
+        return f"; a data set on the Hub is named hf://datasets/{path}"
     listed = f"; beside it: {', '.join(beside[:8])}" if beside else ""
     if isinstance(path, Remote):
         return listed
@@ -462,6 +466,12 @@ def _list_folder(path: AnyPath, data_format: str, suffixes: Sequence[str]) -> Li
             beside_tokenizer = own_tokenizer in reasons and file.parent == own_tokenizer.parent
             if file.name not in METADATA and not beside_tokenizer:
                 ignored.setdefault(reason, []).append(file)
+    else:
+        text = [entry.path for entry in files if text_suffix(entry.path.name)]
+        reasons = _not_documents(text)
+        text = [file for file in text if file not in reasons]
+        if text:
+            ignored[f"text, which --data-format={data_format} does not read"] = text
     hidden = [
         entry.path
         for entry in entries
@@ -722,8 +732,8 @@ def pair_format(path: AnyPath) -> str | None:
 # ---- known data sets -----------------------------------------------------------------------------
 
 HUB = "https://huggingface.co"
-# OWNER/NAME, or the address of its page
-HUB_LIKE = re.compile(r"(?:https?://[^/]+/datasets/)?([\w.-]+/[\w.-]+)/?")
+OWNER_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+HUB_PAGE = re.compile(rf"https?://[^/]+/datasets/({OWNER_NAME.pattern})(/(tree|viewer)/.*)?/?")
 MARKER = "dataset.json"  # names the data set of the downloaded shards beside it
 
 

@@ -29,7 +29,13 @@ from nanochat.run_settings import (
     ends_early,
     estimate_memory,
 )
-from nanochat.splits import describe_split, files_of, last_file_validates, or_divide
+from nanochat.splits import (
+    describe_split,
+    files_of,
+    last_file_validates,
+    or_divide,
+    validated_by_name,
+)
 from nanochat.start_run import Run, Start
 
 log = logging.getLogger(__name__)
@@ -44,7 +50,7 @@ def print_split(run: Run) -> None:
     val = run.data.manifests["val"]
     # both splits are in the same files
     if any("documents" in manifest for manifest in val.values()):
-        files = counted(len(files_of(train)), ".bin file")
+        files = counted(sum(map(len, files_of(train).values())), ".bin file")
         print0(f"data: {files}, each with documents for training and for validation")
         return
     roots = {str(manifest["root"]) for manifest in train.values()}
@@ -74,8 +80,10 @@ def print_split(run: Run) -> None:
     )
     unseen = [bucket for bucket in train if bucket not in val]
     if unseen and val.keys() & train.keys():
-        names = [file.name for file in files_of(train)]
-        why = f"no validation file of its own; name one with --val-path{or_divide(names, 0.05)}"
+        why = "no validation file of its own; name one with --val-path"
+        if chosen and not validated_by_name(files_of(train), files_of(val)):
+            names = [file.name for files in files_of(train).values() for file in files]
+            why += or_divide(names, 0.05)
         if settings.fork:
             why = "a fork is evaluated like its parent; --val-path names other data"
         print0(f"not evaluated: {few(unseen)} ({why})")

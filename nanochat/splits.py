@@ -104,7 +104,8 @@ def _word_in(file: PurePosixPath) -> tuple[str, bool]:
 
 def _stated(files: Sequence[PurePosixPath]) -> dict[PurePosixPath, str]:
     """`stated_splits` of the files of one folder, {} if their names do not count. ValueError if
-    names that count are beside names that state nothing."""
+    names that count are beside names that state nothing. Names of a fork's own kind of file, such
+    as validation.py among sources, are topics unless all files beside them state a split."""
     found = {file: _word_in(file) for file in files}
     has_train = any(WORDS.get(word) == "train" for word, _ in found.values())
     stated: dict[PurePosixPath, str] = {}
@@ -116,6 +117,8 @@ def _stated(files: Sequence[PurePosixPath]) -> dict[PurePosixPath, str]:
     kinds = set(stated.values())
     for_training, not_for_training = kinds & {"train", ""}, kinds & {"val", "test"}
     if not for_training or not not_for_training:
+        return {}
+    if "" in kinds and not all(text_suffix(file.name) or file.suffix == ".bin" for file in files):
         return {}
     if for_training == {"train", ""}:
         silent = sorted(file for file in files if not stated[file])
@@ -337,7 +340,8 @@ def split_train_val(
         named = val_data or next((files[0] for files in val.values()), None)
         if named is not None:
             raise ValueError(
-                f"--val-fraction: the data already has validation files ({named}); remove one of the two"
+                f"--val-fraction: the data already has validation files ({named}); leave out this flag, or remove "
+                f"those files"
             )
         return {"train": train, "val": train}
     if val_data is not None:
@@ -464,13 +468,14 @@ class DataFile(NamedTuple):
     documents: int | None = None
 
 
-def files_of(manifests: Mapping[str, Manifest]) -> list[DataFile]:
-    """The files of all buckets of a split."""
-    return [
-        DataFile(file["name"], file["size"], sum(file["groups"]))
-        for manifest in manifests.values()
-        for file in manifest["files"]
-    ]
+def files_of(manifests: Mapping[str, Manifest]) -> dict[str, list[DataFile]]:
+    """{bucket: files} of a split."""
+    return {
+        bucket: [
+            DataFile(file["name"], file["size"], sum(file["groups"])) for file in manifest["files"]
+        ]
+        for bucket, manifest in manifests.items()
+    }
 
 
 def _documents(files: Sequence[DataFile], before: str, after: str = "") -> str:
@@ -489,69 +494,99 @@ def _summary(files: Sequence[DataFile]) -> str:
 
 
 def describe_split(
-    train: Sequence[DataFile],
-    val: Sequence[DataFile],
+    train: Mapping[str, Sequence[DataFile]],
+    val: Mapping[str, Sequence[DataFile]],
     *,
     reads: str = "",
     shared: float = 0.0,
     chosen: bool = False,
     remote: bool = False,
 ) -> list[str]:
-    """Lines about which files are for validation and for training, and a warning if the split looks
-    accidental.
+    """Lines about which files are for validation and for training, {bucket: files} each, and a
+    warning if the split looks accidental.
 
         validation: web/0007.parquet (1,024 documents), 12.1% of all bytes
         training: 7 files, 7,168 documents; this run trains on 18,800,000 tokens
 
     `reads`: how much of the training files the program reads. `shared`: the --val-fraction.
-    `chosen`: whether the last file was taken by default, which suits shuffled shards but is a
-    surprise in a folder of different files. `remote`: whether the files are elsewhere.
+    `chosen`: whether the last file was taken by default where no name states a split, which suits
+    shuffled shards but is a surprise in a folder of different files. `remote`: whether the files
+    are elsewhere.
     """
     end = f"; {reads}" if reads else ""
+    for_training = [*chain.from_iterable(train.values())]
+    for_val = [*chain.from_iterable(val.values())]
     if shared:
-        files = counted(len(val), "file")
+        files = counted(len(for_val), "file")
         # a small file may only train; a fork that leaves out a bucket still validates with it
-        rest = "" if len(train) == len(val) else f" of {counted(len(train), 'file')}"
+        all_divided = len(for_training) == len(for_val)
+        rest = "" if all_divided else f" of {counted(len(for_training), 'file')}"
         return [
-            f"validation: {shared:.3g} of each file ({files}){_documents(val, ', ')}",
-            f"training: the rest{rest}{_documents(train, ', ')}{end}",
+            f"validation: {shared:.3g} of each file ({files}){_documents(for_val, ', ')}",
+            f"training: the rest{rest}{_documents(for_training, ', ')}{end}",
         ]
-    val_bytes = sum(file.num_bytes for file in val)
-    all_bytes = val_bytes + sum(file.num_bytes for file in train)
-    share = val_bytes / max(1, all_bytes)
     lines = [
-        f"validation: {_summary(val)}, {share:.1%} of all bytes",
-        f"training: {_summary(train)}{end}",
+        f"validation: {_summary(for_val)}, {_share(for_training, for_val):.1%} of all bytes",
+        f"training: {_summary(for_training)}{end}",
     ]
-    odd = _odd(train, val, share)
-    if odd and chosen:
-        stated = stated_splits([PurePosixPath(file.name) for file in (*train, *val)])
-        if "val" not in stated.values():
-            names = [file.name for file in (*train, *val)]
-            divide = or_divide(names, 0.05)
-            copied = ", which copies all files to this machine" if divide and remote else ""
-            instead = f" or folders train/ and val/{divide}{copied}"
-            if all(name.endswith(".bin") for name in names):
-                instead = ", such as the folder val/ that scripts.tok_shards writes beside train/"
-            which = "the last file" if len(val) == 1 else "the last file of each bucket"
-            lines.append(
-                f"warning: {which} is used for validation, but {', and '.join(odd)}, and a new run after more "
-                f"files arrive will use another one; name validation data with --val-path{instead}"
-            )
+    if not chosen:
+        return lines
+
+    every_file = [*for_training, *for_val]
+    by_name = validated_by_name(train, val)
+    last = {bucket: files for bucket, files in val.items() if bucket not in by_name}
+    # --val-fraction is for data without validation files
+    divide = "" if by_name else or_divide([file.name for file in every_file], 0.05)
+    odd: list[str] = []
+    for bucket, chosen_files in last.items():
+        where = f"bucket {bucket}" if len(val) > 1 else ""
+        odd += _odd(train.get(bucket, []), chosen_files, where)
+    if odd:
+        copied = ", which copies all files to this machine" if divide and remote else ""
+        instead = f" or folders train/ and val/{divide}{copied}"
+        if all(file.name.endswith(".bin") for file in every_file):
+            instead = ", such as the folder val/ that scripts.tok_shards writes beside train/"
+        of_bucket = f" of bucket {next(iter(last))}" if by_name else ""
+        if len(last) > 1:
+            of_bucket = f" of {'the other buckets' if by_name else 'each bucket'}"
+        lines.append(
+            f"warning: the last file{of_bucket} is used for validation, but {', and '.join(odd)}, and a new run after "
+            f"more files arrive will use another one; name validation data with --val-path{instead}"
+        )
     return lines
 
 
-def _odd(train: Sequence[DataFile], val: Sequence[DataFile], share: float) -> list[str]:
-    """What is odd about the validation files, which are a `share` of all bytes."""
+def validated_by_name(
+    train: Mapping[str, Sequence[DataFile]], val: Mapping[str, Sequence[DataFile]]
+) -> set[str]:
+    """The buckets of which the name of a file or folder says that it is for validation."""
+    every_file = chain.from_iterable([*train.values(), *val.values()])
+    stated = stated_splits([PurePosixPath(file.name) for file in every_file])
+    return {
+        bucket
+        for bucket, files in val.items()
+        if any(stated[PurePosixPath(file.name)] == "val" for file in files)
+    }
+
+
+def _share(train: Sequence[DataFile], val: Sequence[DataFile]) -> float:
+    """How much of the bytes of both is for validation."""
+    val_bytes = sum(file.num_bytes for file in val)
+    return val_bytes / max(1, val_bytes + sum(file.num_bytes for file in train))
+
+
+def _odd(train: Sequence[DataFile], val: Sequence[DataFile], bucket: str) -> list[str]:
+    """What is odd about the validation files of a bucket, "" if there is one only."""
 
     def kind(file: DataFile) -> str:
         return "".join(Path(file.name).suffixes)
 
     odd = []
+    share = _share(train, val)
     if share > 0.1:
-        odd.append(f"it is {share:.1%} of all bytes")
+        odd.append(f"it is {share:.1%} of {bucket or 'all bytes'}")
     if [file.documents for file in val] == [1]:
-        odd.append("it is a single document")
+        odd.append(f"it is a single document{f' of {bucket}' if bucket else ''}")
     kinds = sorted({kind(file) for file in train})
     folders = {Path(file.name).parent for file in train}
     for file in val:

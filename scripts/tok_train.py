@@ -18,7 +18,6 @@ are already shuffled.
 """
 
 import argparse
-import itertools
 import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -220,15 +219,17 @@ def count_documents(path: AnyPath) -> int | None:
 
 def validation_files(
     of_buckets: Mapping[str, Sequence[AnyPath]], folder: AnyPath
-) -> list[DataFile]:
-    """The validation files. Those in the folder of the data are named by their path in it."""
-    files = []
-    for path in itertools.chain.from_iterable(of_buckets.values()):
-        name = path.name
-        if path.is_relative_to(folder):
-            name = path.relative_to(folder).as_posix()
-        files.append(DataFile(name, path.stat().st_size, count_documents(path)))
-    return files
+) -> dict[str, list[DataFile]]:
+    """{bucket: validation files}. Those in the folder of the data are named by their path in it."""
+    of_split: dict[str, list[DataFile]] = {}
+    for bucket, paths in of_buckets.items():
+        files = of_split[bucket] = []
+        for path in paths:
+            name = path.name
+            if path.is_relative_to(folder):
+                name = path.relative_to(folder).as_posix()
+            files.append(DataFile(name, path.stat().st_size, count_documents(path)))
+    return of_split
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -258,7 +259,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"training a tokenizer of {args.vocab_size:,} tokens on {data.on_hub or data_path}")
         print(
             *describe_split(
-                [DataFile(file["name"], file["bytes"]) for file in files],
+                {BUCKET: [DataFile(file["name"], file["bytes"]) for file in files]},
                 validation_files(splits["val"], folder),
                 reads=f"at most --max-chars={args.max_chars:,} characters",
                 shared=args.val_fraction,

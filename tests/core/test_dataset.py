@@ -26,7 +26,7 @@ from nanochat.files import (
 from nanochat.integrations.megatron_settings import MegatronSettings
 from nanochat.run_order import order_of
 from nanochat.sources import check_files, open_data, scan
-from nanochat.splits import DataFile, describe_split, split_train_val
+from nanochat.splits import DataFile, describe_split, find_splits, split_train_val
 from nanochat.text import open_parquet, read_batches
 from nanochat.text_kinds import read_texts
 from tests.token_files import Tokenizer, write_megatron, write_pair
@@ -208,7 +208,7 @@ SHARDS = [DataFile(f"web/{i}.parquet", 1000, 10) for i in range(20)]
     ],
 )
 def test_the_lines_about_a_split_warn_if_it_looks_accidental(train, val, how, expected):
-    lines = describe_split(train, val, **how)
+    lines = describe_split({"data": train}, {"data": val}, **how)
     assert len(lines) == len(expected)
     for line, pattern in zip(lines, expected):
         assert re.search(pattern, line), line
@@ -216,22 +216,35 @@ def test_the_lines_about_a_split_warn_if_it_looks_accidental(train, val, how, ex
 
 def test_the_warning_says_what_the_last_file_means_when_the_data_grows():
     """Regression: after a branch had moved on, the old validation file was trained on."""
-    *_, warning = describe_split(SHARDS[:3], SHARDS[3:4], chosen=True)
+    *_, warning = describe_split({"data": SHARDS[:3]}, {"data": SHARDS[3:4]}, chosen=True)
     assert "a new run after more files arrive will use another one" in warning
     assert "--val-path or folders train/ and val/, or use 5% of the documents" in warning
+
+
+def test_the_last_file_of_a_bucket_is_compared_with_its_bucket():
+    """Regression: half of a small bucket validated without a word, beside another with validation
+    files of its own."""
+    train = {"web": SHARDS[:18], "code": [DataFile("code/0.parquet", 100, 10)]}
+    last = [DataFile("code/1.parquet", 150, 10)]
+    *_, warning = describe_split(train, {"web": SHARDS[18:19], "code": last}, chosen=True)
+    assert "it is 60.0% of bucket code" in warning and "bucket web" not in warning
+    stated = [DataFile("web/validation-0.parquet", 1000, 10)]
+    *_, warning = describe_split(train, {"web": stated, "code": last}, chosen=True)
+    assert "the last file of bucket code is used for validation, but it is 60.0%" in warning
+    assert "--val-path" in warning and "--val-fraction" not in warning, "it would be refused"
 
 
 def test_no_advice_about_a_fork_s_own_kind_of_file_names_a_flag_that_only_text_has():
     """Regression: the warning named --val-fraction, which its source does not obey."""
     files = [DataFile(f"web/{i}.xyz", 100, 10) for i in range(4)]
-    *_, warning = describe_split(files[:3], files[3:], chosen=True, remote=True)
+    *_, warning = describe_split({"web": files[:3]}, {"web": files[3:]}, chosen=True, remote=True)
     assert warning.endswith("with --val-path or folders train/ and val/")
 
 
 def test_no_advice_about_token_files_names_a_flag_that_only_text_has(tmp_path):
     """Regression: the warning named --val-fraction, which was refused then."""
     files = [DataFile(f"web/{i}.bin", 100, 10) for i in range(4)]
-    *_, warning = describe_split(files[:3], files[3:], chosen=True)
+    *_, warning = describe_split({"web": files[:3]}, {"web": files[3:]}, chosen=True)
     assert "25.0% of all bytes" in warning and "--val-path, such as the folder val/" in warning
     write_pair(tmp_path / "web" / "0", [[1, BOS]])
     with pytest.raises(ValueError, match=r"only one data file.*--val-path") as error:
@@ -248,6 +261,17 @@ def tiny(prefix, data_format="megatron"):
     else:
         write_megatron(prefix, [[[1, BOS]]] * 3)
     return prefix
+
+
+def test_text_beside_files_of_another_format_is_counted(tmp_path, caplog):
+    """Regression: with a fork's own kind of file, a folder of books beside it was not read, without a
+    word."""
+    tiny(tmp_path / "a", "shards")
+    (tmp_path / "book.txt").write_text("a book")
+    (tmp_path / "README.txt").write_text("about the data")
+    assert [file.name for file in find_files(tmp_path, "shards")] == ["a.bin"]
+    find_splits(data_at(tmp_path), "shards")
+    assert "1 file is not read: book.txt (text, which --data-format=shards" in caplog.text
 
 
 def test_folders_have_buckets_and_prefixes_are_buckets(tmp_path):

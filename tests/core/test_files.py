@@ -371,6 +371,15 @@ def test_a_bucket_that_is_one_folder_deeper_is_found(tmp_path):
         pin_files(root, mix=spread)
 
 
+def test_names_of_sources_are_topics():
+    """Regression: with a reader for .py, validation.py was the validation data of a source tree, and
+    test.py was not read."""
+    names = [PurePosixPath(name) for name in ("a/validation.py", "a/test.py", "a/b.py", "c.py")]
+    assert set(stated_splits(names).values()) == {""}
+    names = [PurePosixPath(name) for name in ("train-0.npy", "val-0.npy")]
+    assert list(stated_splits(names).values()) == ["train", "val"]
+
+
 def test_the_topmost_name_that_counts_decides():
     names = ("train/test-0.jsonl", "train/train-0.jsonl", "validation/a.jsonl", "b.jsonl")
     assert list(stated_splits([*map(PurePosixPath, names)]).values()) == [

@@ -643,7 +643,7 @@ def test_a_stop_ends_a_wait(hub):
         (f"{SET}/data/part.parquet", "part.parquet: no such data file"),
         (f"{SET}/data,{SET}/more", "data: a folder, of which --data-path takes only one"),
         ("own/set", "a data set on the Hub is named hf://datasets/own/set"),
-        ("{}/datasets/own/set", "a data set on the Hub is named hf://datasets/own/set"),
+        ("{}/datasets/own/set/tree/main", "the page of a data set; name it hf://datasets/own/set"),
         ("hf://datasets/own", "expected hf://datasets/OWNER/NAME"),
         ("hf://models/own/set", "expected hf://datasets/OWNER/NAME"),
         ("{}/files/none.parquet,{}/files/more.parquet", "none.parquet: no such file"),

@@ -631,6 +631,18 @@ def pin_files(
     return manifests
 
 
+def pin_validation(
+    val_path: AnyPath | str, data_format: str, selection: Selection
+) -> dict[str, Manifest]:
+    """The manifests {bucket: manifest} of data for validation alone. FileNotFoundError or ValueError
+    names a file that is missing or unusable."""
+    data = data_at(val_path)
+    files = _val_files(data, data_format)
+    if data_format in MAGICS:
+        check_format(str(data), [*chain.from_iterable(files.values())], data_format)
+    return scan_all({"val": data.folder}, {"val": files}, selection)["val"]
+
+
 def _warn_of_trained_copies(manifests: Manifests) -> None:
     """Warn of validation files that are copies of training files, by their pins."""
     trained = {}

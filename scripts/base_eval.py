@@ -5,6 +5,7 @@ Evaluate a trained model: bits per byte on validation and training data, samples
     python -m scripts.base_eval d12 --eval core,bpb,sample --max-per-task 500
     torchrun --standalone --nproc_per_node=8 -m scripts.base_eval d24 --eval core
     python -m scripts.base_eval d12@1000 --json eval.json
+    python -m scripts.base_eval d12 --val-path=mytext    # bits per byte on a text of yours
 
 Tokenizer, data files and row length come from the run directory. With the default --eval-tokens,
 the validation result equals the one that training printed at that step. The training data is a
@@ -14,6 +15,9 @@ model, which only knows how frequent each token is in the first rows of training
 comparison. CORE needs only the run's model and tokenizer, and the eval_bundle folder
 (nanochat/core_eval.py).
 Results are written to RUN/eval.json, and CORE's table to RUN/eval.csv.
+
+--val-path names other text, such as one that you kept aside. Then bits per byte and prompts are those
+of this text, the data of the run need not be there, and only --json stores the result.
 """
 
 import argparse
@@ -32,6 +36,7 @@ from nanochat import core_eval
 from nanochat.checkpoint import find_checkpoint
 from nanochat.cli import Parser, run_main, whole
 from nanochat.common import (
+    begin_launch,
     duration,
     get_dist_info,
     print0,
@@ -44,15 +49,19 @@ from nanochat.config import Settings
 from nanochat.dataloader import DataLoader, Dry, MicroBatch, validation_loader, validation_prompts
 from nanochat.dist import on_rank0
 from nanochat.engine import Engine, load_model
+from nanochat.files import find_files
 from nanochat.gpt import GPT
 from nanochat.loss_eval import evaluate_bpb, evaluate_buckets, in_nats
 from nanochat.order import StreamConfig
 from nanochat.pins import DATA_MANIFEST, read_manifests
-from nanochat.run_dir import find_run_at
+from nanochat.run_dir import find_run_at, read_config
+from nanochat.run_order import stream_config
 from nanochat.run_reader import TRAIN_SAMPLE
 from nanochat.sources import RunData, Source, open_data
+from nanochat.splits import pin_validation
 from nanochat.start_run import open_run
 from nanochat.stream import OtherStreamConfig
+from nanochat.text import Selection
 from nanochat.tokenizer import Tokenizer
 from scripts.sample import ask_for_model, device_of
 
@@ -68,6 +77,16 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         default="bpb,sample",
         metavar="MODES",
         help=f"comma-separated list of {', '.join(MODES)}",
+    )
+    p.add_argument(
+        "--val-path",
+        metavar="DIR",
+        help="text to evaluate instead of the run's validation data (token files: of the run's format)",
+    )
+    p.add_argument(
+        "--text-field",
+        metavar="NAME",
+        help="column or field that holds the text of --val-path (default: the run's)",
     )
     p.add_argument(
         "--max-per-task", type=whole(1, also=-1), default=-1, help="items per task of CORE; -1: all"
@@ -95,8 +114,18 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         default=-1,
         help="rows per forward pass; -1: the run's --device-batch-size",
     )
-    p.add_argument("--json", type=Path, help="file for the result (default: RUN/eval.json)")
+    p.add_argument(
+        "--json",
+        type=Path,
+        help="file for the result (default: RUN/eval.json; none with --val-path)",
+    )
     args = p.parse_args(argv)
+    if args.text_field is not None and args.val_path is None:
+        raise ValueError("--text-field: it is for the text that --val-path names")
+    if args.data_path is not None and args.val_path is not None:
+        raise ValueError(
+            "--data-path: with --val-path, the data of the run is not read; name only one"
+        )
     args.eval = [mode.strip() for mode in args.eval.split(",")]
     unknown = set(args.eval) - set(MODES)
     if unknown:
@@ -128,6 +157,28 @@ class Opened(NamedTuple):
     data: RunData
     config: StreamConfig | OtherStreamConfig
     settings: Settings
+
+
+def open_text(run_dir: Path, val_path: str, text_field: str | None, tokenizer: Tokenizer) -> Opened:
+    """Collective. A run without its data: the text at `val_path` is for validation, and there is none for
+    training. ValueError or FileNotFoundError if it holds none."""
+    settings = Settings.from_json(read_config(run_dir))
+    begin_launch(settings.data_cache)
+    data_format = settings.data_format
+    if data_format != "text" and not holds(val_path, data_format):
+        data_format = "text"
+    selection = Selection(text_field=text_field or settings.text_field)
+    val = on_rank0(lambda: pin_validation(val_path, data_format, selection))
+    data = open_data({"train": {}, "val": val}, tokenizer)
+    return Opened(data, stream_config(settings), settings)
+
+
+def holds(path: str, data_format: str) -> bool:
+    """Whether a data path has files of a format."""
+    try:
+        return bool(find_files(path, data_format))
+    except (FileNotFoundError, ValueError):
+        return False
 
 
 def unigram_nats(
@@ -190,13 +241,13 @@ def bits_per_byte(
     """Bits per byte of the model and of the unigram model, under the keys of RUN/eval.json.
 
     Collective. The model is evaluated on validation data and on the same number of tokens of each
-    training bucket, the unigram model on the validation data. If the tokenizer does not know bytes,
-    nats per token under other keys.
+    training bucket, the unigram model on the validation data, if there is training data to count. If
+    the tokenizer does not know bytes, nats per token under other keys.
     """
     stored, config, settings = opened
     tokenizer = stored.tokenizer
     data = stored
-    if not config.framed:  # then `stored` has entries as they are stored
+    if stored.train and not config.framed:  # then `stored` has entries as they are stored
         manifests = read_manifests(run_dir / DATA_MANIFEST)
         data = open_data(manifests, tokenizer)
     token_bytes = tokenizer.token_bytes()
@@ -207,9 +258,10 @@ def bits_per_byte(
     # how much it evaluates
     to_evaluate = sum(num_available(source, tokens_per_val_bucket) for source in data.val.values())
     to_evaluate += sum(num_available(source, num_tokens) for source in data.train.values())
+    of_which = "validation and of each training bucket" if data.train else "this text"
     print0(
-        f"evaluating about {to_evaluate:,} tokens: up to {num_tokens:,} of validation and of each training "
-        f"bucket ({origin_of(args.eval_tokens, settings)})"
+        f"evaluating about {to_evaluate:,} tokens: up to {num_tokens:,} of {of_which} "
+        f"({origin_of(args.eval_tokens, settings)})"
     )
 
     # the model
@@ -223,24 +275,18 @@ def bits_per_byte(
         if len(source.groups):
             train[name] = evaluate_bpb(model, batches(source, num_tokens), None, token_bytes)
 
-    # the unigram model, on the same validation data
-    nats = on_rank0(lambda: unigram_nats(stored, config, args.unigram_tokens))
-    nats = nats.to(model.get_device())
+    result = {"val_bpb": val, "val_buckets": val_buckets, "train_bpb": train}
+    if data.train:
+        nats = on_rank0(lambda: unigram_nats(stored, config, args.unigram_tokens))
+        nats = nats.to(model.get_device())
 
-    def unigram(x: Tensor, y: Tensor, *, loss_reduction: str) -> Tensor:
-        return nats[y.clamp(min=0)]
+        def unigram(x: Tensor, y: Tensor, *, loss_reduction: str) -> Tensor:
+            return nats[y.clamp(min=0)]
 
-    pairs = {}
-    for name, source in data.val.items():
-        pairs[name] = inputs_and_targets(batches(source, tokens_per_val_bucket))
-    unigram_val, _ = evaluate_buckets(unigram, pairs, token_bytes)
-
-    result = {
-        "val_bpb": val,
-        "val_buckets": val_buckets,
-        "train_bpb": train,
-        "unigram_bpb": unigram_val,
-    }
+        pairs = {}
+        for name, source in data.val.items():
+            pairs[name] = inputs_and_targets(batches(source, tokens_per_val_bucket))
+        result["unigram_bpb"], _ = evaluate_buckets(unigram, pairs, token_bytes)
     return result if tokenizer.knows_bytes else result_in_nats(result)
 
 
@@ -277,12 +323,14 @@ def with_estimate(batches: Iterable[MicroBatch], to_evaluate: int) -> Iterator[M
 
 def result_in_nats(result: Mapping[str, Any]) -> dict[str, Any]:
     """A result of `bits_per_byte` in nats per token."""
-    return {
+    nats = {
         "val_loss": in_nats(result["val_bpb"]),
         "val_buckets": {name: in_nats(bits) for name, bits in result["val_buckets"].items()},
         "train_loss": {name: in_nats(bits) for name, bits in result["train_bpb"].items()},
-        "unigram_loss": in_nats(result["unigram_bpb"]),
     }
+    if "unigram_bpb" in result:
+        nats["unigram_loss"] = in_nats(result["unigram_bpb"])
+    return nats
 
 
 def inputs_and_targets(batches: Iterable[MicroBatch]) -> Iterator[tuple[Tensor, Tensor]]:
@@ -327,7 +375,11 @@ def evaluate(
         scores = evaluate_tasks(args, model, tokenizer)
         result["core"] = core_eval.summary(scores)
     if "bpb" in args.eval or "sample" in args.eval:
-        opened = Opened(*open_run(run_dir, args.data_path))
+        if args.val_path is None:
+            opened = Opened(*open_run(run_dir, args.data_path))
+        else:
+            opened = open_text(run_dir, args.val_path, args.text_field, tokenizer)
+            result["data"] = args.val_path
         if "bpb" in args.eval:
             result |= bits_per_byte(args, model, run_dir, opened)
         if "sample" in args.eval and rank == 0:
@@ -359,14 +411,16 @@ def report(result: dict[str, Any]) -> None:
 
 def result_rows(result: dict[str, Any], key: str) -> list[tuple[str, str]]:
     """(data, loss on it), with losses in bits per byte (`key` is bpb) or nats per token (loss)."""
-    losses = [("validation", result[f"val_{key}"])]
+    of_text = result.get("data", "validation")
+    losses = [(of_text, result[f"val_{key}"])]
     buckets = result["val_buckets"]
     if len(buckets) > 1:
         for bucket, loss in buckets.items():
-            losses.append((f"validation, {bucket}", loss))
+            losses.append((f"{of_text}, {bucket}", loss))
     for bucket, loss in result[f"train_{key}"].items():
         losses.append((f"sample of the training files, {bucket}", loss))
-    losses.append(("validation, unigram model", result[f"unigram_{key}"]))
+    if f"unigram_{key}" in result:
+        losses.append(("validation, unigram model", result[f"unigram_{key}"]))
     return [(name, f"{loss:.6f}") for name, loss in losses]
 
 
@@ -402,12 +456,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         run_dir = checkpoint.parent.parent
         if args.run != named:  # a replay that is not kept
             run_dir, _ = find_run_at(named)
-        path = args.json or run_dir / "eval.json"
+        path = args.json
+        if args.val_path is None and path is None:
+            path = run_dir / "eval.json"
         result = evaluate(args, checkpoint, device, dtype)
         if args.run != named and args.no_keep:
             result["checkpoint"] = named  # that of the replay is about to be deleted
         report(result)  # first, because it may have taken an hour
-        on_rank0(lambda: store(result, path))
+        if path is not None:
+            on_rank0(lambda: store(result, path))
     return 0
 
 

@@ -2,8 +2,10 @@
 processes."""
 
 import json
+import re
 import shutil
-from contextlib import closing
+from contextlib import closing, contextmanager
+from pathlib import Path
 from unittest import mock
 
 import numpy as np
@@ -12,12 +14,13 @@ import pytest
 from dev.make_eval_bundle import make_eval_bundle
 from nanochat.core_eval import GROUP
 from nanochat.engine import KVCache, load_model
+from nanochat.pins import read_manifests
 from nanochat.run_dir import find_run
 from nanochat.start_run import open_run
 from nanochat.stream import open_stream
 from scripts import base_eval, infer_bench, sample
 from tests import training
-from tests.finished import RUN, STEPS, copy
+from tests.finished import RUN, STEPS, command, copy
 from tests.toy import EPS
 
 T, EVAL_TOKENS = training.T, RUN["eval_tokens"]
@@ -75,6 +78,40 @@ def test_the_sample_of_the_training_files_is_called_no_sign_of_overfitting(capsy
     out = capsys.readouterr().out
     assert "sample of the training files, data  1.500000" in out
     assert "cannot show overfitting" in out
+
+
+def test_other_text_is_evaluated_without_the_data_of_the_run(run, first_result, tmp_path):
+    """Regression: no command computed the bits per byte of a finished model on a text of one's own."""
+    stored = (run / "eval.json").read_bytes()
+    pinned = read_manifests(run / "data_manifest.json")["val"]["data"]
+    kept_aside = tmp_path / "kept"
+    for file in pinned["files"]:
+        (kept_aside / file["name"]).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(Path(pinned["root"], file["name"]), kept_aside / file["name"])
+    argv = ["run", "--device-type=cpu", "--eval=bpb,sample"]
+    with hidden(Path(pinned["root"])):
+        out = tmp_path / "same.json"
+        assert command(base_eval.main, *argv, f"--val-path={kept_aside}", f"--json={out}").code == 0
+        result = json.loads(out.read_text())
+        assert result["val_bpb"] == json.loads(stored)["val_bpb"]
+        assert result["samples"]["prompted"] and not result["train_bpb"]
+
+        (tmp_path / "note.jsonl").write_text(json.dumps({"body": "of mice and men " * 100}) + "\n")
+        mine = [*argv, f"--val-path={tmp_path / 'note.jsonl'}", "--text-field=body"]
+        shown = command(base_eval.main, *mine).out
+    assert re.search(r"note\.jsonl +\d+\.\d{6}$", shown, re.M) and "unigram" not in shown
+    assert (run / "eval.json").read_bytes() == stored
+
+
+@contextmanager
+def hidden(folder):
+    """The folder has another name."""
+    away = folder.with_name("away")
+    folder.rename(away)
+    try:
+        yield
+    finally:
+        away.rename(folder)
 
 
 def test_a_replay_that_is_not_kept_is_named_by_its_step(base, run, tmp_path, capsys):

@@ -306,7 +306,7 @@ class OptimizerSettings:
         most=MAX_RATE,
     )
     weight_decay: float = setting(
-        0.28, "cautious weight decay of the matrices", decides=Decides.STEP
+        0.28, "cautious weight decay of the matrices", decides=Decides.STEP, least=0
     )
     max_grad_norm: float | None = setting(
         None,
@@ -339,10 +339,11 @@ class EvaluationSettings:
     eval_tokens: int = setting(
         80 * 524288,
         "validation tokens per evaluation",
+        least=1,
         note="bits per byte before and after the change are measured on different amounts of text",
     )
     core_metric_every: int = setting(-1, "steps between evaluations of the CORE metric")
-    core_metric_max_per_task: int = setting(500, "examples per CORE task; -1: all")
+    core_metric_max_per_task: int = setting(500, "examples per CORE task; -1: all", least=-1)
     sample_every: int = setting(
         2000, "steps between samples, in which the model continues validation text"
     )

@@ -98,8 +98,12 @@ def test_help_shows_each_flag_with_its_default():
                 "num-iterations",
                 "device-batch-size",
                 "keep-last-k",
+                "eval-tokens",
             )
         ),
+        # regression: one row was evaluated, where others mean all of the data by -1
+        (["--eval-tokens=-1"], "--eval-tokens: got -1, expected at least 1"),
+        (["--weight-decay=-1"], "--weight-decay: got -1.0, expected at least 0"),
         (["--num-iterations=-2"], "--num-iterations: got -2, expected at least 1"),
         *(
             ([f"--{name}={value}"], f"--{name}: got {value}, expected at least -")

@@ -14,7 +14,8 @@ usually has more beginnings of documents than validation, which are easier to pr
 model, which only knows how frequent each token is in the first rows of training, is evaluated for
 comparison. CORE needs only the run's model and tokenizer, and the eval_bundle folder
 (nanochat/core_eval.py).
-Results are written to RUN/eval.json, and CORE's table to RUN/eval.csv.
+Results are written to RUN/eval.json, and CORE's table to RUN/eval.csv. What --eval leaves out stays
+there, if it is of the same checkpoint.
 
 --val-path names other text, such as one that you kept aside. Then bits per byte and prompts are those
 of this text, the data of the run need not be there, and only --json stores the result.
@@ -40,6 +41,7 @@ from nanochat.common import (
     duration,
     get_dist_info,
     print0,
+    read_json,
     reason_of,
     table,
     visible,
@@ -424,6 +426,30 @@ def result_rows(result: dict[str, Any], key: str) -> list[tuple[str, str]]:
     return [(name, f"{loss:.6f}") for name, loss in losses]
 
 
+PARTS = {  # of a result, by mode
+    "core": ("core",),
+    "bpb": (
+        *("val_bpb", "val_buckets", "train_bpb", "unigram_bpb"),
+        *("val_loss", "train_loss", "unigram_loss"),
+    ),
+    "sample": ("samples",),
+}
+
+
+def with_earlier_parts(result: dict[str, Any], modes: Sequence[str], path: Path) -> dict[str, Any]:
+    """A result with the parts that an earlier one of the same checkpoint has at `path`, and that
+    were not computed again."""
+    try:
+        earlier = read_json(path, dict)
+    except (FileNotFoundError, ValueError):
+        return result
+    same = ("checkpoint", "step", "dtype", "device")
+    if any(earlier.get(key) != result[key] for key in same):
+        return result
+    names = [name for mode in PARTS.keys() - set(modes) for name in PARTS[mode]]
+    return result | {name: earlier[name] for name in names if name in earlier}
+
+
 def store(result: dict[str, Any], path: Path) -> None:
     """Write a result, and its table of CORE's tasks if it has one.
 
@@ -456,15 +482,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         run_dir = checkpoint.parent.parent
         if args.run != named:  # a replay that is not kept
             run_dir, _ = find_run_at(named)
-        path = args.json
-        if args.val_path is None and path is None:
-            path = run_dir / "eval.json"
         result = evaluate(args, checkpoint, device, dtype)
         if args.run != named and args.no_keep:
             result["checkpoint"] = named  # that of the replay is about to be deleted
         report(result)  # first, because it may have taken an hour
-        if path is not None:
-            on_rank0(lambda: store(result, path))
+        if args.json:
+            on_rank0(lambda: store(result, args.json))
+        elif args.val_path is None:
+            path = run_dir / "eval.json"
+            on_rank0(lambda: store(with_earlier_parts(result, args.eval, path), path))
     return 0
 
 

@@ -103,6 +103,24 @@ def test_other_text_is_evaluated_without_the_data_of_the_run(run, first_result, 
     assert (run / "eval.json").read_bytes() == stored
 
 
+def test_what_is_not_evaluated_again_stays_in_the_result(run, first_result):
+    """Regression: --eval=sample deleted bits per byte and CORE from the report."""
+    argv = ["run", "--device-type=cpu", "--eval-tokens=64"]
+    assert command(base_eval.main, *argv, "--eval=sample").code == 0
+    again = json.loads((run / "eval.json").read_text())
+    assert {**again, "seconds": 0} == {**first_result, "seconds": 0}
+    core = (run / "eval.csv").read_bytes()
+    assert command(base_eval.main, *argv, "--eval=bpb").code == 0
+    fewer = json.loads((run / "eval.json").read_text())
+    assert fewer["val_bpb"] != first_result["val_bpb"] and fewer["core"] == first_result["core"]
+    assert (run / "eval.csv").read_bytes() == core
+    other = {**fewer, "step": 1}
+    (run / "eval.json").write_text(json.dumps(other))
+    assert command(base_eval.main, *argv, "--eval=bpb").code == 0
+    assert "core" not in json.loads((run / "eval.json").read_text()), "it was of another step"
+    (run / "eval.json").write_text(json.dumps(first_result))
+
+
 @contextmanager
 def hidden(folder):
     """The folder has another name."""

@@ -11,7 +11,6 @@ seconds. A receipt and plain flags of a run that does not exist can be opened, t
 """
 
 import logging
-import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
@@ -27,7 +26,7 @@ from nanochat.common import duration
 from nanochat.dataloader import StepLayout
 from nanochat.pins import is_prepared
 from nanochat.rows import Row
-from nanochat.run_dir import config_at, is_run_dir
+from nanochat.run_dir import is_run_dir
 from nanochat.run_reader import RunReader
 from nanochat.sources import Place, RunData
 from nanochat.start_run import open_run
@@ -168,7 +167,7 @@ def open_stream_of(run_dir: Path, moved_to: MovedTo = NOT_MOVED) -> Opened:
         first_step=run.first_step,
         moved_to=moved_to,
         horizon=run.horizon,
-        may_drop=config_at(run_dir, math.inf).get("allow_bucket_exhaustion", False),
+        may_drop=settings.allow_bucket_exhaustion,
     )
 
 

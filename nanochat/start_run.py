@@ -683,12 +683,17 @@ def _first_cursors(start: Start, data: RunData) -> list[dict[str, Any]] | None:
 
 
 def open_run(
-    run_dir: Path, data_path: str | None = None, val_path: str | None = None
+    run_dir: Path,
+    data_path: str | None = None,
+    val_path: str | None = None,
+    *,
+    step: float = math.inf,
 ) -> tuple[RunData, Any, Settings]:
     """(data, stream settings, resolved settings) of a run, from its directory alone. The files on
-    disk are compared with their pins first. `data_path`, `val_path`: see `find_folders`.
-    FileNotFoundError if the run has pinned no files."""
-    settings = Settings.from_json(read_config(run_dir))
+    disk are compared with their pins first. `data_path`, `val_path`: see `find_folders`. `step`: the
+    settings are those of the launch that took it (default: of the newest launch). FileNotFoundError if
+    the run has pinned no files."""
+    settings = Settings.from_json(config_at(run_dir, step))
     manifests = read_manifests(run_dir / DATA_MANIFEST)
     begin_launch(settings.data_cache)
     if not manifests:

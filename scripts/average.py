@@ -33,8 +33,9 @@ from nanochat.checkpoint import (
 )
 from nanochat.cli import Parser, run_main, setup_logging, whole
 from nanochat.common import counted, print0, write_json
-from nanochat.run_dir import CONFIG_NAME, find_run, open_folders, read_config, run_path
+from nanochat.run_dir import CONFIG_NAME, find_run, open_folders, run_path
 from nanochat.run_owner import write_completed
+from nanochat.run_reader import RunReader
 from scripts.export import new_folder
 
 
@@ -124,7 +125,9 @@ def fill(run_dir: Path, source: Path, tag: str, checkpoints: Sequence[Checkpoint
     snapshot.write(run_dir, "final")
     reason = f"the mean of {len(checkpoints)} checkpoints of {source.name}"
     write_completed(run_dir, newest.step, reason)
-    write_json(run_dir / CONFIG_NAME, read_config(source) | {"model_tag": tag})
+    trained = RunReader(source)
+    config = trained.config_of(trained.launch_of(newest.step - 1))
+    write_json(run_dir / CONFIG_NAME, config | {"model_tag": tag})
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -56,7 +56,7 @@ from nanochat.gpt import GPT
 from nanochat.loss_eval import evaluate_bpb, evaluate_buckets, in_nats
 from nanochat.order import StreamConfig
 from nanochat.pins import DATA_MANIFEST, read_manifests
-from nanochat.run_dir import find_run_at, read_config
+from nanochat.run_dir import config_at, find_run_at
 from nanochat.run_order import stream_config
 from nanochat.run_reader import TRAIN_SAMPLE
 from nanochat.sources import RunData, Source, open_data
@@ -161,10 +161,11 @@ class Opened(NamedTuple):
     settings: Settings
 
 
-def open_text(run_dir: Path, val_path: str, text_field: str | None, tokenizer: Tokenizer) -> Opened:
+def open_text(
+    settings: Settings, val_path: str, text_field: str | None, tokenizer: Tokenizer
+) -> Opened:
     """Collective. A run without its data: the text at `val_path` is for validation, and there is none for
     training. ValueError or FileNotFoundError if it holds none."""
-    settings = Settings.from_json(read_config(run_dir))
     begin_launch(settings.data_cache)
     data_format = settings.data_format
     if data_format != "text" and not holds(val_path, data_format):
@@ -377,10 +378,12 @@ def evaluate(
         scores = evaluate_tasks(args, model, tokenizer)
         result["core"] = core_eval.summary(scores)
     if "bpb" in args.eval or "sample" in args.eval:
+        last_step = meta["step"] - 1
         if args.val_path is None:
-            opened = Opened(*open_run(run_dir, args.data_path))
+            opened = Opened(*open_run(run_dir, args.data_path, step=last_step))
         else:
-            opened = open_text(run_dir, args.val_path, args.text_field, tokenizer)
+            settings = Settings.from_json(config_at(run_dir, last_step))
+            opened = open_text(settings, args.val_path, args.text_field, tokenizer)
             result["data"] = args.val_path
         if "bpb" in args.eval:
             result |= bits_per_byte(args, model, run_dir, opened)

@@ -71,7 +71,7 @@ from nanochat.model_code import code_of
 from nanochat.pins import DATA_MANIFEST
 from nanochat.receipt import NAME as RECEIPT_NAME
 from nanochat.receipt import make_receipt
-from nanochat.run_dir import CONFIG_NAME, open_folders, run_path
+from nanochat.run_dir import CONFIG_NAME, config_at, open_folders, run_path
 from nanochat.run_facts import (
     ancestor_sentences,
     contamination_table,
@@ -453,7 +453,7 @@ def to_nanochat(source: str, out: Path) -> str:
     """
     checkpoint, config, tokenizer = open_checkpoint(source)
     run_dir, step = run_of(checkpoint), checkpoint.step
-    settings = Settings.from_json(read_json(run_dir / CONFIG_NAME, dict))
+    settings = Settings.from_json(config_at(run_dir, step - 1))
     if config.n_embd < gpt.SMEAR_CHANNELS:
         raise ValueError(
             f"{checkpoint.path}: n_embd is {config.n_embd}, but nanochat's smear gate reads "

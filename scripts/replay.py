@@ -40,7 +40,7 @@ from nanochat.checkpoint import (
     step_of,
 )
 from nanochat.cli import Parser, run_main, setup_logging
-from nanochat.common import begin_launch, counted, duration, print0
+from nanochat.common import begin_launch, counted, duration, print0, write_json
 from nanochat.config import Settings
 from nanochat.dist import (
     autodetect_device_type,
@@ -50,7 +50,8 @@ from nanochat.dist import (
     on_rank0,
     versions,
 )
-from nanochat.run_dir import find_run_at, finite, newest_events
+from nanochat.pins import DATA_MANIFEST
+from nanochat.run_dir import CONFIG_NAME, find_run_at, finite, newest_events
 from nanochat.run_journal import Journal, code_version
 from nanochat.run_reader import Launch, RunReader
 from nanochat.run_settings import resolve
@@ -284,8 +285,9 @@ def keep(run: RunReader, training: Training, folder: Path) -> Path | None:
     if folder != run.run_dir:
         (folder / "checkpoints").mkdir(parents=True)
         (folder / "logs" / "cursors").mkdir(parents=True)
-        for name in ("config.json", "data_manifest.json"):
-            shutil.copyfile(run.run_dir / name, folder / name)
+        config = run.config_of(run.launch_of(snapshot.step - 1))
+        write_json(folder / CONFIG_NAME, config)
+        shutil.copyfile(run.run_dir / DATA_MANIFEST, folder / DATA_MANIFEST)
         shutil.copytree(run.run_dir / "tokenizer", folder / "tokenizer")
     return snapshot.write(folder, f"checkpoint-{snapshot.step}")
 

@@ -18,7 +18,7 @@ from nanochat.pins import read_manifests
 from nanochat.run_dir import find_run
 from nanochat.start_run import open_run
 from nanochat.stream import open_stream
-from scripts import base_eval, infer_bench, sample
+from scripts import average, base_eval, infer_bench, replay, sample
 from tests import training
 from tests.finished import RUN, STEPS, command, copy
 from tests.toy import EPS
@@ -37,6 +37,13 @@ def base(finished, tmp_path_factory):
 @pytest.fixture
 def run(base):
     return training.run_dir()
+
+
+def result_of(step):
+    """The stored result of a step."""
+    result = json.loads((training.run_dir() / "eval.json").read_text())
+    assert result["step"] == step
+    return result
 
 
 @pytest.fixture(scope="module")
@@ -119,6 +126,20 @@ def test_what_is_not_evaluated_again_stays_in_the_result(run, first_result):
     assert command(base_eval.main, *argv, "--eval=bpb").code == 0
     assert "core" not in json.loads((run / "eval.json").read_text()), "it was of another step"
     (run / "eval.json").write_text(json.dumps(first_result))
+
+
+def test_the_number_of_tokens_is_that_of_the_launch_that_took_the_step(copied, tmp_path):
+    """Regression: after a resume with another --eval-tokens, it was that of the first launch, also for
+    averages, and for steps that are replayed and not kept."""
+    training.succeed(num_iterations=STEPS + 3, save_every=1, eval_tokens=2 * T)
+    bpb = {event["step"]: event["bpb"] for event in training.events("val")}
+    for name, step in ((f"run@{STEPS}", STEPS), ("run", STEPS + 3)):
+        assert command(base_eval.main, name, "--device-type=cpu", "--eval=bpb").code == 0
+        assert result_of(step)["val_bpb"] == bpb[step]
+    assert command(average.main, "run", "--last=2").code == 0
+    assert command(replay.main, f"run@{STEPS + 1}", f"--out={tmp_path / 'aside'}").code == 0
+    for run_dir in (training.run_dir("run-average-2"), tmp_path / "aside"):
+        assert open_run(run_dir)[2].eval_tokens == 2 * T
 
 
 @contextmanager

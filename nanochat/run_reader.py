@@ -2,7 +2,7 @@
 
     config.json            .config, .horizon, .fork  logs/train.jsonl    .steps, .events, .launches, .outcome
     data_manifest.json     .manifests, .files()      logs/cursors/       .cursor_files, .nearest_cursors(), .ledger()
-    eval.json              .evaluation               checkpoints/        .newest_checkpoint()
+    eval.json              .evaluations              checkpoints/        .newest_checkpoint()
     plan.json              .phases                   .run_state.json     .status()
 
 Each part is read and checked on first use, so a command needs only the files that it uses. Reading
@@ -70,13 +70,17 @@ EVENTS: dict[str, dict[str, object]] = {
     "dropped": {"step": int, "bucket": str, "lanes": int},
 }
 ENDS = ("completed", "stopped", "halted", "failed")  # events that end a launch
+EVAL_NAME = "eval.json"  # the result of base_eval for the newest step that it evaluated
 EVALUATION = {"step": int, "train_bpb": dict, "samples": dict}
 # what its train_bpb is of: rows of `dataloader.validation_loader`
 TRAIN_SAMPLE = (
     "The sample of the training files cannot show overfitting: the run may not have read it, and it usually has more "
     "beginnings of documents than validation, which are easier to predict."
 )
-LOSSES = {"val_bpb", "val_loss", "unigram_bpb"}  # in an evaluation, unless it skipped them
+OF_BPB = {  # in an evaluation, unless it skipped them, or is of older code
+    **dict.fromkeys(("val_bpb", "val_loss", "unigram_bpb"), float | None),
+    "eval_tokens": int,
+}
 Table = list[tuple[Any, ...]]
 LogRecord = dict[str, Any]  # a line of the log
 
@@ -96,6 +100,11 @@ class Launch:
     @property
     def world_size(self) -> int:
         return self.started["world_size"]
+
+
+def older_evaluation(run_dir: Path, step: int) -> Path:
+    """The file with the result of base_eval for a step, if a newer one is in `EVAL_NAME`."""
+    return run_dir / f"eval-{step}.json"
 
 
 def _step_of(path: Path) -> int:
@@ -450,42 +459,53 @@ class RunReader:
         return origin
 
     @cached_property
+    def evaluations(self) -> list[dict[str, Any]]:
+        """The results of scripts.base_eval, one for each step that it evaluated, the newest first."""
+        evaluations = []
+        for path in self.run_dir.glob("eval*.json"):
+            number = path.stem.removeprefix("eval-")
+            if path.name != EVAL_NAME and not number.isdecimal():
+                continue  # a file that the user named
+            evaluation = read_json(path, EVALUATION)
+            shape = {name: kind for name, kind in OF_BPB.items() if name in evaluation}
+            check_shape(evaluation, shape, path)
+            evaluations.append(evaluation)
+        return sorted(evaluations, key=lambda evaluation: -evaluation["step"])
+
+    @property
     def evaluation(self) -> dict[str, Any]:
-        """The results of scripts.base_eval, empty if it has not run."""
-        path = self.run_dir / "eval.json"
-        if not path.is_file():
-            return {}
-        evaluation = read_json(path, EVALUATION)
-        losses = evaluation.keys() & LOSSES
-        check_shape(evaluation, dict.fromkeys(losses, float | None), path)
-        return evaluation
+        """The newest result of scripts.base_eval, empty if it has not run."""
+        return self.evaluations[0] if self.evaluations else {}
 
     def validation(self, step: int) -> dict[str, Any] | None:
         """The newest validation result of the first `step` steps as {"step", "bpb", "loss"}, None if
         there is none. "loss", in nats per token, takes the place of "bpb" where bytes are not known.
-        The result of scripts.base_eval counts if training did not evaluate after this step."""
+        The result of scripts.base_eval counts if training did not evaluate after this step; then
+        "eval_tokens" is its number of tokens, None if older code did not record it."""
         logged = self.newest("val", step)
         if logged is not None and logged["step"] == step:
             return logged
-        evaluation = self.evaluation
-        bpb = evaluation.get("val_bpb")
-        loss = evaluation.get("val_loss")
-        is_of_this_step = evaluation.get("step") == step
-        if is_of_this_step and (bpb, loss) != (None, None):
-            return {"step": step, "bpb": bpb, "loss": loss}
+        for evaluation in self.evaluations:
+            bpb = evaluation.get("val_bpb")
+            loss = evaluation.get("val_loss")
+            if evaluation["step"] == step and (bpb, loss) != (None, None):
+                tokens = evaluation.get("eval_tokens")
+                return {"step": step, "bpb": bpb, "loss": loss, "eval_tokens": tokens}
         return logged
 
     def samples(self) -> dict[str, list[str]]:
         """{time: texts that the model wrote}.
 
-        First those from training, newest first, then those of scripts.base_eval.
+        First those from training, newest first, then the newest of scripts.base_eval.
         """
         samples = {}
         for event in reversed(self.named("samples")):
             samples[f"after {event['step']:,} steps"] = event.get("texts") or []
-        evaluation = self.evaluation
-        for kind, texts in evaluation.get("samples", {}).items():
-            samples[f"at the evaluation after {evaluation['step']:,} steps, {kind}"] = texts
+        for evaluation in self.evaluations:
+            for kind, texts in evaluation["samples"].items():
+                samples[f"at the evaluation after {evaluation['step']:,} steps, {kind}"] = texts
+            if evaluation["samples"]:
+                break
         return samples
 
     @property

@@ -15,7 +15,8 @@ model, which only knows how frequent each token is in the first rows of training
 comparison. CORE needs only the run's model and tokenizer, and the eval_bundle folder
 (nanochat/core_eval.py).
 Results are written to RUN/eval.json, and CORE's table to RUN/eval.csv. What --eval leaves out stays
-there, if it is of the same checkpoint.
+there, if it is of the same checkpoint. These files are of the newest step that was evaluated; the
+result of an earlier one is in RUN/eval-STEP.json.
 
 --val-path names other text, such as one that you kept aside. Then bits per byte and prompts are those
 of this text, the data of the run need not be there, and only --json stores the result.
@@ -58,7 +59,7 @@ from nanochat.order import StreamConfig
 from nanochat.pins import DATA_MANIFEST, read_manifests
 from nanochat.run_dir import config_at, find_run_at
 from nanochat.run_order import stream_config
-from nanochat.run_reader import TRAIN_SAMPLE
+from nanochat.run_reader import EVAL_NAME, TRAIN_SAMPLE, older_evaluation
 from nanochat.sources import RunData, Source, open_data
 from nanochat.splits import pin_validation
 from nanochat.start_run import open_run
@@ -278,7 +279,12 @@ def bits_per_byte(
         if len(source.groups):
             train[name] = evaluate_bpb(model, batches(source, num_tokens), None, token_bytes)
 
-    result = {"val_bpb": val, "val_buckets": val_buckets, "train_bpb": train}
+    result = {
+        "eval_tokens": num_tokens,
+        "val_bpb": val,
+        "val_buckets": val_buckets,
+        "train_bpb": train,
+    }
     if data.train:
         nats = on_rank0(lambda: unigram_nats(stored, config, args.unigram_tokens))
         nats = nats.to(model.get_device())
@@ -327,6 +333,7 @@ def with_estimate(batches: Iterable[MicroBatch], to_evaluate: int) -> Iterator[M
 def result_in_nats(result: Mapping[str, Any]) -> dict[str, Any]:
     """A result of `bits_per_byte` in nats per token."""
     nats = {
+        "eval_tokens": result["eval_tokens"],
         "val_loss": in_nats(result["val_bpb"]),
         "val_buckets": {name: in_nats(bits) for name, bits in result["val_buckets"].items()},
         "train_loss": {name: in_nats(bits) for name, bits in result["train_bpb"].items()},
@@ -432,7 +439,7 @@ def result_rows(result: dict[str, Any], key: str) -> list[tuple[str, str]]:
 PARTS = {  # of a result, by mode
     "core": ("core",),
     "bpb": (
-        *("val_bpb", "val_buckets", "train_bpb", "unigram_bpb"),
+        *("eval_tokens", "val_bpb", "val_buckets", "train_bpb", "unigram_bpb"),
         *("val_loss", "train_loss", "unigram_loss"),
     ),
     "sample": ("samples",),
@@ -453,13 +460,38 @@ def with_earlier_parts(result: dict[str, Any], modes: Sequence[str], path: Path)
     return result | {name: earlier[name] for name in names if name in earlier}
 
 
-def store(result: dict[str, Any], path: Path) -> None:
+class Place(NamedTuple):
+    """Where a result is stored. `aside`: the new name of an older result that is there."""
+
+    path: Path
+    aside: Path | None = None
+
+
+def place_in(run_dir: Path, step: int) -> Place:
+    """The place of a step's result in its run: `EVAL_NAME` if it is the newest step evaluated."""
+    newest = run_dir / EVAL_NAME
+    try:
+        stored = read_json(newest, {"step": int})["step"]
+    except (FileNotFoundError, ValueError):
+        return Place(newest)
+    if step < stored:
+        return Place(older_evaluation(run_dir, step))
+    return Place(newest, older_evaluation(run_dir, stored) if step > stored else None)
+
+
+def store(result: dict[str, Any], place: Place) -> None:
     """Write a result, and its table of CORE's tasks if it has one.
 
     OSError names --json: the run may belong to another user.
     """
+    path, aside = place
     files = [path]
     try:
+        if aside is not None:
+            for suffix in (".csv", ".json"):
+                with contextlib.suppress(FileNotFoundError):
+                    path.with_suffix(suffix).rename(aside.with_suffix(suffix))
+            print0(f"the earlier result is now {aside}")
         write_json(path, result)
         if "core" in result:
             files.append(path.with_suffix(".csv"))
@@ -471,6 +503,12 @@ def store(result: dict[str, Any], path: Path) -> None:
             f"with --json=FILE",
         ) from e
     print0(f"result: {', '.join(map(str, files))}")
+
+
+def store_in(run_dir: Path, result: dict[str, Any], modes: Sequence[str]) -> None:
+    """Write a result of some modes into its run, with the earlier ones of the other modes."""
+    place = place_in(run_dir, result["step"])
+    store(with_earlier_parts(result, modes, place.path), place)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -490,10 +528,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             result["checkpoint"] = named  # that of the replay is about to be deleted
         report(result)  # first, because it may have taken an hour
         if args.json:
-            on_rank0(lambda: store(result, args.json))
+            on_rank0(lambda: store(result, Place(args.json)))
         elif args.val_path is None:
-            path = run_dir / "eval.json"
-            on_rank0(lambda: store(with_earlier_parts(result, args.eval, path), path))
+            on_rank0(lambda: store_in(run_dir, result, args.eval))
     return 0
 
 

@@ -350,6 +350,8 @@ def facts_about(checkpoint: Checkpoint, run: RunReader) -> list[tuple[str, Any]]
         value = f"{val['bpb']:.6f}"
     elif val is not None:
         measured, value = "loss in nats per token", f"{val['loss']:.6f}"
+    if val is not None and val.get("eval_tokens"):
+        measured += f", on {val['eval_tokens']:,} tokens"
     if val is not None and val["step"] < step:
         measured += f", at step {val['step']:,}"
     launch = run.launch_of(step - 1)

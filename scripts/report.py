@@ -87,7 +87,7 @@ def result_part(run: RunReader) -> list[str]:
 def quality_figures(run: RunReader) -> dict[str, Any]:
     """{figure: value}: what the model learned; None if it is not known."""
     val = {step: Bits(bpb) for step, bpb in run.val_bpb.items()}
-    figures: dict[str, Any] = {"validation bits per byte, before training": val.get(0)}
+    figures: dict[str, Any] = {"validation bits per byte, at step 0": val.get(0)}
     last_step = max(val, default=0)
     if last_step:
         figures[f"validation bits per byte, {when(run, last_step)}"] = val[last_step]
@@ -98,8 +98,11 @@ def quality_figures(run: RunReader) -> dict[str, Any]:
     # the evaluation, which may be of an older checkpoint
     step = evaluation["step"]
     at = "" if is_last(run, step) else f", {when(run, step)}"
-    if "val_bpb" in evaluation:
-        figures[f"validation bits per byte, {when(run, step)}"] = Bits(evaluation["val_bpb"])
+    bpb = Bits.of(evaluation.get("val_bpb"))
+    if bpb != val.get(step):  # of other tokens, on another device, or training had none
+        tokens = evaluation.get("eval_tokens")
+        amount = f" on {tokens:,} tokens" if tokens else ""
+        figures[f"validation bits per byte by base_eval{amount}, {when(run, step)}"] = bpb
     unigram = Bits.of(evaluation.get("unigram_bpb"))
     figures["bits per byte of a unigram model on the same tokens"] = unigram
     for bucket, bpb in evaluation["train_bpb"].items():
@@ -229,7 +232,13 @@ def samples_part(run: RunReader) -> list[str]:
             lines += [f"{when[0].upper()}{when[1:]}:", ""]
             for text in texts:
                 lines += fenced(text)
-    return lines or ["None. --sample-every=N samples every N steps."]
+    if not lines:
+        sentence = (
+            f"None. `python -m scripts.base_eval {run.name}` adds some; with --sample-every=N, training does "
+            f"so every N steps."
+        )
+        lines.append(escape_html(sentence))
+    return lines
 
 
 def make_report(run: RunReader, stages: Sequence[Stage] = ()) -> str:

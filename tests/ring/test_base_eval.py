@@ -16,9 +16,11 @@ from nanochat.core_eval import GROUP
 from nanochat.engine import KVCache, load_model
 from nanochat.pins import read_manifests
 from nanochat.run_dir import find_run
+from nanochat.run_reader import RunReader
 from nanochat.start_run import open_run
 from nanochat.stream import open_stream
 from scripts import average, base_eval, infer_bench, replay, sample
+from scripts.report import make_report
 from tests import training
 from tests.finished import RUN, STEPS, command, copy
 from tests.toy import EPS
@@ -121,10 +123,10 @@ def test_what_is_not_evaluated_again_stays_in_the_result(run, first_result):
     fewer = json.loads((run / "eval.json").read_text())
     assert fewer["val_bpb"] != first_result["val_bpb"] and fewer["core"] == first_result["core"]
     assert (run / "eval.csv").read_bytes() == core
-    other = {**fewer, "step": 1}
+    other = {**fewer, "checkpoint": "another"}
     (run / "eval.json").write_text(json.dumps(other))
     assert command(base_eval.main, *argv, "--eval=bpb").code == 0
-    assert "core" not in json.loads((run / "eval.json").read_text()), "it was of another step"
+    assert "core" not in json.loads((run / "eval.json").read_text()), "it was of another checkpoint"
     (run / "eval.json").write_text(json.dumps(first_result))
 
 
@@ -133,13 +135,45 @@ def test_the_number_of_tokens_is_that_of_the_launch_that_took_the_step(copied, t
     averages, and for steps that are replayed and not kept."""
     training.succeed(num_iterations=STEPS + 3, save_every=1, eval_tokens=2 * T)
     bpb = {event["step"]: event["bpb"] for event in training.events("val")}
-    for name, step in ((f"run@{STEPS}", STEPS), ("run", STEPS + 3)):
+    for name, step, tokens in ((f"run@{STEPS}", STEPS, EVAL_TOKENS), ("run", STEPS + 3, 2 * T)):
         assert command(base_eval.main, name, "--device-type=cpu", "--eval=bpb").code == 0
-        assert result_of(step)["val_bpb"] == bpb[step]
+        result = result_of(step)
+        assert (result["val_bpb"], result["eval_tokens"]) == (bpb[step], tokens)
     assert command(average.main, "run", "--last=2").code == 0
     assert command(replay.main, f"run@{STEPS + 1}", f"--out={tmp_path / 'aside'}").code == 0
     for run_dir in (training.run_dir("run-average-2"), tmp_path / "aside"):
         assert open_run(run_dir)[2].eval_tokens == 2 * T
+
+
+def test_an_older_step_has_a_result_of_its_own(copied):
+    """Regression: base_eval RUN@STEP replaced the results of the final step, and a newer step those of
+    an older one."""
+
+    def evaluate(step, *argv):
+        few = (f"run@{step}", "--device-type=cpu", "--eval-tokens=64", "--unigram-tokens=1")
+        return command(base_eval.main, *few, *argv).out
+
+    folder = training.run_dir()
+    evaluate(4, "--eval=sample")
+    first = result_of(4)
+    (folder / "eval.csv").write_text("of step 4")
+    assert str(folder / "eval-4.json") in evaluate(STEPS, "--eval=bpb")
+    assert json.loads((folder / "eval-4.json").read_text()) == first
+    assert [path.name for path in folder.glob("*.csv")] == ["eval-4.csv"]
+    final = result_of(STEPS)
+    assert str(folder / "eval-6.json") in evaluate(6, "--eval=bpb")
+    assert result_of(STEPS) == final
+
+    run = RunReader(folder)
+    assert [evaluation["step"] for evaluation in run.evaluations] == [STEPS, 6, 4]
+    older = json.loads((folder / "eval-6.json").read_text())
+    expected = {"step": 6, "bpb": older["val_bpb"], "loss": None, "eval_tokens": 64}
+    assert run.validation(6) == expected, "the model card of step 6 has it"
+    report = make_report(run)
+    assert "At the evaluation after 4 steps, prompted:" in report, "the newest that wrote some"
+    assert f"by base_eval on 64 tokens, after | {final['val_bpb']:.3f} |" in report
+    trained = training.events("val")[-1]["bpb"]
+    assert f"| validation bits per byte, after | {trained:.3f} |" in report
 
 
 @contextmanager

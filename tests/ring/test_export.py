@@ -382,9 +382,11 @@ def test_the_bits_per_byte_of_an_export_are_those_of_its_step_or_name_theirs(bas
 
     assert meta(tmp_path / "older")["val_bpb"] is None
     result = training.run_dir() / "eval.json"
-    write_json(result, {"step": 6, "val_bpb": 2.5, "train_bpb": {}, "samples": {}})
+    write_json(
+        result, {"step": 6, "eval_tokens": 64, "val_bpb": 2.5, "train_bpb": {}, "samples": {}}
+    )
     card = export.model_card(checkpoint, RunReader(training.run_dir()), 1).decode()
-    assert "| validation bits per byte | 2.500000 |" in card
+    assert "| validation bits per byte, on 64 tokens | 2.500000 |" in card
     assert meta(tmp_path / "evaluated")["val_bpb"] == 2.5
     result.unlink()
 

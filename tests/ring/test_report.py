@@ -21,6 +21,7 @@ from tests.training import T
 
 EVALUATION = {
     "step": STEPS,
+    "eval_tokens": 512,
     "val_bpb": 2.0625,
     "unigram_bpb": 3.8125,
     "train_bpb": {"data": 1.9375},
@@ -104,8 +105,9 @@ def test_every_figure_is_the_one_on_disk(run):
     seconds, waited = (sum(step[name] for step in steps) for name in ("step_s", "wait_s"))
     account = ledger(load_checkpoint(training.final()).cursors, T)["data"]
     for name, expected in {
-        "validation bits per byte, before training": [show(Bits(val[0]))],
-        "validation bits per byte, after": ["2.062"],
+        "validation bits per byte, at step 0": [show(Bits(val[0]))],
+        "validation bits per byte, after": [show(Bits(val[-1]))],
+        "validation bits per byte by base_eval on 512 tokens, after": ["2.062"],
         "bits per byte of a unigram model on the same tokens": ["3.812"],
         "bits per byte of a sample of the training files, `data`": ["1.938"],
         "steps": ["8"],
@@ -180,7 +182,7 @@ def test_an_evaluation_of_an_older_checkpoint_does_not_replace_the_final_figures
         show(Bits(training.events("val")[-1]["bpb"]))
     ]
     for figure, value in (
-        ("validation bits per byte", "2.062"),
+        ("validation bits per byte by base_eval on 512 tokens", "2.062"),
         ("bits per byte of a sample of the training files, `data`", "1.938"),
         ("CORE metric", "0.25"),
     ):

@@ -74,12 +74,13 @@ EVAL_NAME = "eval.json"  # the result of base_eval for the newest step that it e
 EVALUATION = {"step": int, "train_bpb": dict, "samples": dict}
 # what its train_bpb is of: rows of `dataloader.validation_loader`
 TRAIN_SAMPLE = (
-    "The sample of the training files cannot show overfitting: the run may not have read it, and it usually has more "
-    "beginnings of documents than validation, which are easier to predict."
+    "The sample of the training files is a sign of overfitting only if the run has read them, and if the gap to "
+    "validation is large: the sample usually has more beginnings of documents, which are easier to predict."
 )
 OF_BPB = {  # in an evaluation, unless it skipped them, or is of older code
     **dict.fromkeys(("val_bpb", "val_loss", "unigram_bpb"), float | None),
     "eval_tokens": int,
+    "train_passes": dict,
 }
 Table = list[tuple[Any, ...]]
 LogRecord = dict[str, Any]  # a line of the log
@@ -100,6 +101,13 @@ class Launch:
     @property
     def world_size(self) -> int:
         return self.started["world_size"]
+
+
+def sample_name(bucket: str, evaluation: Mapping[str, Any]) -> str:
+    """The name of a figure on the sample of a bucket's training files."""
+    passes = evaluation.get("train_passes", {}).get(bucket)
+    often = "" if passes is None else f" (files read about {passes:.2f} times)"
+    return f"sample of the training files, {bucket}{often}"
 
 
 def older_evaluation(run_dir: Path, step: int) -> Path:
@@ -561,6 +569,19 @@ class RunReader:
             return ledger(cursors, self.config["max_seq_len"])
         except ValueError as e:
             raise ValueError(str(e) if str(path) in str(e) else f"{path}: {e}") from None
+
+    def passes(self, step: int) -> dict[str, float]:
+        """{bucket: about how often the run has read its training files} after `step` steps; empty if
+        the cursors of that step were not kept. What waits in the packer's buffer has not been read."""
+        passes = {}
+        for bucket, account in self._ledger_at(step).items():
+            manifest = self.manifests.get("train", {}).get(bucket, {"files": []})
+            num_documents = sum(sum(entry["groups"]) for entry in manifest["files"])
+            entered = account["emitted"] + account["cropped"] + account["pending"]
+            if num_documents and account["documents"]:
+                left = 1 - account["pending"] / entered
+                passes[bucket] = left * account["documents"] / num_documents
+        return passes
 
     def ledger_note(self, accounts: Mapping[str, Mapping[str, int]]) -> str:
         """Which rows of a ledger of this run its ancestors took, and which of theirs are not in it;

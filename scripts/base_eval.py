@@ -9,8 +9,9 @@ Evaluate a trained model: bits per byte on validation and training data, samples
 
 Tokenizer, data files and row length come from the run directory. With the default --eval-tokens,
 the validation result equals the one that training printed at that step. The training data is a
-sample of the training files, which cannot show overfitting: the run may not have read it, and it
-usually has more beginnings of documents than validation, which are easier to predict. A unigram
+sample of the training files, with about how often the run has read these. A gap to validation is a
+sign of overfitting only if it has, and if the gap is large: the sample usually has more beginnings
+of documents, which are easier to predict. A unigram
 model, which only knows how frequent each token is in the first rows of training, is evaluated for
 comparison. CORE needs only the run's model and tokenizer, and the eval_bundle folder
 (nanochat/core_eval.py).
@@ -59,7 +60,13 @@ from nanochat.order import StreamConfig
 from nanochat.pins import DATA_MANIFEST, read_manifests
 from nanochat.run_dir import config_at, find_run_at
 from nanochat.run_order import stream_config
-from nanochat.run_reader import EVAL_NAME, TRAIN_SAMPLE, older_evaluation
+from nanochat.run_reader import (
+    EVAL_NAME,
+    TRAIN_SAMPLE,
+    RunReader,
+    older_evaluation,
+    sample_name,
+)
 from nanochat.sources import RunData, Source, open_data
 from nanochat.splits import pin_validation
 from nanochat.start_run import open_run
@@ -394,6 +401,8 @@ def evaluate(
             result["data"] = args.val_path
         if "bpb" in args.eval:
             result |= bits_per_byte(args, model, run_dir, opened)
+            with contextlib.suppress(OSError, ValueError):  # cursors that cannot be read
+                result["train_passes"] = RunReader(run_dir).passes(meta["step"])
         if "sample" in args.eval and rank == 0:
             prompts = validation_prompts(opened.data.val, tokenizer, opened.config.T)
             result["samples"] = draw_samples(model, tokenizer, prompts)
@@ -430,7 +439,7 @@ def result_rows(result: dict[str, Any], key: str) -> list[tuple[str, str]]:
         for bucket, loss in buckets.items():
             losses.append((f"{of_text}, {bucket}", loss))
     for bucket, loss in result[f"train_{key}"].items():
-        losses.append((f"sample of the training files, {bucket}", loss))
+        losses.append((sample_name(bucket, result), loss))
     if f"unigram_{key}" in result:
         losses.append(("validation, unigram model", result[f"unigram_{key}"]))
     return [(name, f"{loss:.6f}") for name, loss in losses]
@@ -439,7 +448,7 @@ def result_rows(result: dict[str, Any], key: str) -> list[tuple[str, str]]:
 PARTS = {  # of a result, by mode
     "core": ("core",),
     "bpb": (
-        *("eval_tokens", "val_bpb", "val_buckets", "train_bpb", "unigram_bpb"),
+        *("eval_tokens", "val_bpb", "val_buckets", "train_bpb", "train_passes", "unigram_bpb"),
         *("val_loss", "train_loss", "unigram_loss"),
     ),
     "sample": ("samples",),

@@ -34,7 +34,7 @@ from nanochat.run_facts import (
     sentences_about,
     settings_table,
 )
-from nanochat.run_reader import TRAIN_SAMPLE, RunReader, ledger_table
+from nanochat.run_reader import TRAIN_SAMPLE, RunReader, ledger_table, sample_name
 from nanochat.run_settings import setting_tables
 
 STAGE = re.compile(r"(?m)^(.*)\t([0-9.]+)\t([0-9]+)\t(.*)$")  # name, seconds, exit code, command
@@ -106,7 +106,7 @@ def quality_figures(run: RunReader) -> dict[str, Any]:
     unigram = Bits.of(evaluation.get("unigram_bpb"))
     figures["bits per byte of a unigram model on the same tokens"] = unigram
     for bucket, bpb in evaluation["train_bpb"].items():
-        figures[f"bits per byte of a sample of the training files, `{bucket}`{at}"] = Bits(bpb)
+        figures[f"bits per byte of the {sample_name(bucket, evaluation)}{at}"] = Bits(bpb)
     figures[f"CORE metric{at}"] = evaluation.get("core", {}).get("core_metric")
     return figures
 

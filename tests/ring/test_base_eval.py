@@ -80,13 +80,25 @@ def test_the_result_equals_that_of_training(run, first_result):
     )
 
 
-def test_the_sample_of_the_training_files_is_called_no_sign_of_overfitting(capsys):
-    """Regression: "train, data", beside validation, looked like a figure of the text trained on."""
+def test_the_sample_of_the_training_files_says_how_often_the_run_has_read_them(capsys):
+    """Regression: "train, data", beside validation, looked like a figure of the text trained on; and
+    "the run may not have read it" was said of a run that had read it four times."""
     bpb = {"val_bpb": 2.0, "val_buckets": {}, "train_bpb": {"data": 1.5}, "unigram_bpb": 4.0}
-    base_eval.report({"samples": {}, "checkpoint": "d12", "step": 7, **bpb})
+    passes = {"train_passes": {"data": 3.66}}
+    base_eval.report({"samples": {}, "checkpoint": "d12", "step": 7, **bpb, **passes})
     out = capsys.readouterr().out
-    assert "sample of the training files, data  1.500000" in out
-    assert "cannot show overfitting" in out
+    assert "sample of the training files, data (files read about 3.66 times)  1.500000" in out
+    assert "overfitting only if" in out
+
+
+def test_the_passes_over_the_training_files_follow_from_the_cursors(run, first_result):
+    assert 0 < first_result["train_passes"]["data"] < 1
+    reader = RunReader(run)
+    num_documents = sum(row[-1] for row in reader.files() if row[0] == "data (train)")
+    # documents in a row or cropped, but one of which a lane has emitted a part
+    account = {"emitted": 900, "cropped": 300, "pending": 300, "documents": 4 * num_documents}
+    with mock.patch.object(RunReader, "_ledger_at", lambda *_: {"data": account}):
+        assert reader.passes(STEPS) == pytest.approx({"data": 4 * 0.8})
 
 
 def test_other_text_is_evaluated_without_the_data_of_the_run(run, first_result, tmp_path):

@@ -25,6 +25,7 @@ EVALUATION = {
     "val_bpb": 2.0625,
     "unigram_bpb": 3.8125,
     "train_bpb": {"data": 1.9375},
+    "train_passes": {"data": 3.66},
     "samples": {"prompted": ["Once ```upon```\na time"], "unprompted": ["import | os"]},
 }
 STAGES = "\n".join(
@@ -109,7 +110,9 @@ def test_every_figure_is_the_one_on_disk(run):
         "validation bits per byte, after": [show(Bits(val[-1]))],
         "validation bits per byte by base_eval on 512 tokens, after": ["2.062"],
         "bits per byte of a unigram model on the same tokens": ["3.812"],
-        "bits per byte of a sample of the training files, `data`": ["1.938"],
+        "bits per byte of the sample of the training files, data (files read about 3.66 times)": [
+            "1.938"
+        ],
         "steps": ["8"],
         "tokens in rows": ["4,096"],
         "training time": [
@@ -168,7 +171,7 @@ def test_sentences_and_samples_say_how_the_run_went(run):
         f"Validation bits per byte fell from {show(Bits(val[0]))} to {show(Bits(val[-1]))}.",
         "It took 2 launches (1 killed), on 1 and 2 processes.",
     ]
-    assert "The sample of the training files cannot show overfitting" in text
+    assert "overfitting only if" in text
     assert "It balances" in text and "after 8 steps, in tokens" in text
     assert "````text\nOnce ```upon```\na time\n````" in text and "```text\nimport | os\n```" in text
 
@@ -183,7 +186,10 @@ def test_an_evaluation_of_an_older_checkpoint_does_not_replace_the_final_figures
     ]
     for figure, value in (
         ("validation bits per byte by base_eval on 512 tokens", "2.062"),
-        ("bits per byte of a sample of the training files, `data`", "1.938"),
+        (
+            "bits per byte of the sample of the training files, data (files read about 3.66 times)",
+            "1.938",
+        ),
         ("CORE metric", "0.25"),
     ):
         assert found[f"{figure}, at step 6"] == [value] and figure not in found

@@ -81,11 +81,13 @@ from nanochat.common import (
 from nanochat.model_code import changed_code, code_of
 from nanochat.run_dir import (
     CHECKPOINT_NAME,
+    OPTIMIZER_NAME,
     checkpoint_folders,
     delete_checkpoint,
     find_run,
     find_run_at,
     keep_cursors,
+    made_of,
     pack_cursors,
     read_cursors,
     remake_folder,
@@ -99,7 +101,7 @@ STATE_NAME = "trainer_state.json"  # the seal
 NO_CHECKSUM = "0" * 32
 CURSORS_NAME = "dataloader_state/lanes.json.gz"
 MODEL_NAME, MODEL_CONFIG_NAME = "model/pytorch_model.bin", "model/config.json"
-OPTIMIZER_NAME, SCHEDULER_NAME = "optimizer.bin", "scheduler.bin"
+SCHEDULER_NAME = "scheduler.bin"
 RNG_NAME = "rng/rank_{}.pkl"
 TIMED_KEPT = 2  # checkpoints saved by the 30-minute timer
 MAX_ERRORS = 3  # failed saves in a row that end the run
@@ -495,6 +497,16 @@ class Checkpoint:
 
     def optimizer_state(self) -> dict[str, Any]:
         return self.load(OPTIMIZER_NAME)
+
+    def check_trained(self) -> None:
+        """ValueError if training cannot continue, because its weights are `made_of` others."""
+        weights = made_of(self.seal)
+        if weights:
+            run = self.path.absolute().parents[1].name
+            raise ValueError(
+                f"{self.path}: its weights are {weights}, without the state of an optimizer, so training "
+                f"cannot continue; start a new run from them with --init-from={run} --model-tag=NAME"
+            )
 
     def check_architecture(self, model_config: dict[str, Any]) -> None:
         """ValueError with a diff if `model_config` differs from the saved one. Called before

@@ -118,6 +118,7 @@ def find_parent(fork_from: str) -> Parent:
             f"--fork-from={fork_from}: {checkpoint.path} is not in the folder of a run, whose settings "
             f"and files a fork needs; name a run, or use --init-from for the weights alone"
         )
+    checkpoint.check_trained()
     manifests = read_manifests(run_dir / DATA_MANIFEST)
     return Parent(run_dir, _settings_at(run_dir, checkpoint.step), checkpoint, manifests)
 

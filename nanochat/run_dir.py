@@ -73,6 +73,7 @@ log = logging.getLogger(__name__)
 CONFIG_NAME = "config.json"
 PLAN_NAME = "plan.json"
 CHECKPOINT_NAME = re.compile(r"checkpoint-(?P<step>\d+)(-shutdown)?|final")
+OPTIMIZER_NAME = "optimizer.bin"  # in a checkpoint that training saved
 HIDDEN_NAME = re.compile(rf"\.(tmp|del)-(?P<name>{CHECKPOINT_NAME.pattern})-\d+")
 APPENDING = os.O_RDWR | os.O_CREAT | os.O_APPEND
 FLUSH_S = 10.0  # how long the end of a run waits for a disk that takes no more log lines
@@ -292,6 +293,18 @@ def checkpoint_folders(run_dir: Path) -> dict[str, Path]:
     parent = run_dir / "checkpoints"
     paths = sorted(parent.iterdir()) if parent.is_dir() else []
     return {path.name: path for path in paths if CHECKPOINT_NAME.fullmatch(path.name)}
+
+
+def made_of(seal: Mapping[str, Any]) -> str:
+    """What the weights of a checkpoint are, if no training saved it: the mean of others, or imported.
+    "" if it has the state of an optimizer, which only training writes."""
+    if OPTIMIZER_NAME in seal["files"]:
+        return ""
+    averaged = seal.get("averaged")
+    if not averaged:
+        return "imported"
+    run = Path(averaged[0]).parent.parent.name
+    return f"the mean of {len(averaged)} checkpoints of {run}"
 
 
 def delete_checkpoint(path: Path) -> None:

@@ -85,23 +85,31 @@ def without_folders(value: object) -> object:
 
 def sentences_about(run: RunReader) -> list[str]:
     """A few sentences about the run: its progress and end, what it learned, its launches."""
+    origins = [*origin_sentences(run), *left_out_sentences(run)]
+    if run.made_of:
+        return origins
     if not (run.launches and run.steps):
-        return [*fork_sentences(run), *left_out_sentences(run), "No step was logged."]
+        return [*origins, "No step was logged."]
     return [
-        *fork_sentences(run),
-        *left_out_sentences(run),
+        *origins,
         *progress_sentences(run),
         *launch_sentences(run),
         *event_sentences(run),
     ]
 
 
-def fork_sentences(run: RunReader, *, paths: bool = True) -> list[str]:
-    """Where a fork branched off, and what it changed. Without `paths`, for readers elsewhere: nothing
-    about this machine, so not whether its parent is on it."""
+def origin_sentences(run: RunReader, *, paths: bool = True) -> list[str]:
+    """Where the weights of a run are from, unless they were random at its step 0: from another run,
+    from several checkpoints, or of a fork, from its parent, and what it changed. Without `paths`, for
+    readers elsewhere: nothing about this machine, so not whether the parent is on it."""
+    sentences = []
+    if run.made_of:
+        sentences.append(f"Its weights are {run.made_of}; it took no step itself.")
+    if run.begun_with:
+        sentences.append(f"It began with the weights of {run.begun_with}.")
     fork = run.fork
     if fork is None:
-        return []
+        return sentences
     begin = f"{fork.place} (after {fork.tokens:,} tokens)"
     changes = fork.changes
     gone = ""
@@ -109,14 +117,14 @@ def fork_sentences(run: RunReader, *, paths: bool = True) -> list[str]:
         gone = ", which is not here"
     if not paths:
         changes = {name: [*map(without_folders, values)] for name, values in changes.items()}
-    return [f"It is a fork of {begin}{gone}: {changes_text(changes)}."]
+    return [*sentences, f"It is a fork of {begin}{gone}: {changes_text(changes)}."]
 
 
 def ancestor_sentences(run: RunReader, *, paths: bool = True) -> list[str]:
-    """Where the ancestors of a fork branched off, if these are forks, too; the youngest first."""
+    """`origin_sentences` of the ancestors of a fork, the youngest first."""
     sentences = []
     for stretch in reversed(history_of(run)[:-1]):
-        for sentence in fork_sentences(stretch.run, paths=paths) if stretch.run else ():
+        for sentence in origin_sentences(stretch.run, paths=paths) if stretch.run else ():
             sentences.append(sentence.replace("It", stretch.name, 1))
     return sentences
 

@@ -41,6 +41,7 @@ from nanochat.run_dir import (
     find_run_at,
     is_step,
     iter_log,
+    made_of,
     read_config,
     read_cursors,
 )
@@ -170,6 +171,29 @@ class RunReader:
             if named.name == self.fork.run and (named / CONFIG_NAME).is_file():
                 return named
         return None
+
+    @property
+    def begun_with(self) -> str:
+        """Whose weights --init-from gave the run at step 0, in words; "" without it."""
+        if not self.config.get("init_from"):
+            return ""
+        origin = self.config.get("origin") or {}
+        if not origin.get("run"):
+            return "a checkpoint outside a run"
+        return f"step {origin['step']:,} of {origin['run']}"
+
+    @cached_property
+    def made_of(self) -> str:
+        """What the run's weights are, if it has taken no step itself (see `run_dir.made_of`); else ""."""
+        newest = self.newest_checkpoint()
+        if self.launches or newest is None:
+            return ""
+        path = checkpoint_folders(self.run_dir)[newest] / "trainer_state.json"
+        with contextlib.suppress(OSError, ValueError):  # it cannot be read
+            seal = {"averaged": [], **read_json(path, {"files": dict})}
+            check_shape(seal, {"averaged": [str]}, path)
+            return made_of(seal)
+        return ""
 
     @property
     def typed(self) -> list[str]:
@@ -377,7 +401,9 @@ class RunReader:
     @property
     def reached(self) -> int:
         """Number of steps after which the newest launch stands. `num_steps` is higher as long as
-        that launch takes steps again."""
+        that launch takes steps again. If it took none itself, the step of its weights."""
+        if self.made_of:
+            return max(self._checkpoints().values())
         return self.launches[-1].last if self.launches else self.num_steps
 
     @property
@@ -400,6 +426,8 @@ class RunReader:
 
         It is that of the last launch (in older logs, of the first).
         """
+        if self.made_of:
+            return self.reached
         if self.launches:
             logged = self.launches[-1].started.get("num_iterations")
             if isinstance(logged, int):
@@ -518,7 +546,9 @@ class RunReader:
 
     @property
     def outcome(self) -> str:
-        """ "completed", or the end of the last launch and the newest save."""
+        """ "completed", or the end of the last launch and the newest save, or what it is made of."""
+        if self.made_of:
+            return self.made_of
         end = self.launches[-1].end if self.launches else ""
         if end == "completed":
             return end

@@ -289,15 +289,12 @@ def _open_parent(opened: Opened, gaps: list[str]) -> Opened | None:
     """The parent of a fork, if the fork continues some of its steps. Adds what cannot be searched to
     `gaps`, with a warning."""
     run = opened.run
-    begun_from = run.config.get("init_from")
-    if begun_from:
-        origin = run.config.get("origin") or {}
-        of = (
-            f"step {origin['step']:,} of {origin['run']}" if origin.get("run") else "other training"
+    if run.begun_with:
+        gaps.append(
+            f"what the first weights of {run.name} learned, which are from {run.begun_with}"
         )
-        gaps.append(f"what the first weights of {run.name} learned, which are from {of}")
         log.warning(
-            "%s began with the weights of %s, whose data is not searched", run.name, begun_from
+            "%s began with the weights of %s, whose data is not searched", run.name, run.begun_with
         )
     if run.fork is None or run.fork.step == 0:
         return None

@@ -91,6 +91,7 @@ from nanochat.run_dir import (
     find_run_at,
     is_run_dir,
     keep_cursors,
+    made_of,
     newest_events,
     open_folders,
     pack_cursors,
@@ -190,10 +191,14 @@ class Start:
         ended = "completed" in self.events or "started" not in self.events
         if status == "completed" and self.step >= self.horizon.num_iterations and ended:
             done = f"completed after {counted(self.step, 'step')} ({where})"
+            further = how_to_extend(self.settings, self.horizon)
+            if made_of(self.seal):
+                further = "start a new run from its weights with "
+                further += f"--init-from={self.run_dir.name} --model-tag=NAME"
             return Over(
                 0,
-                f"{self.run_dir}: {done}, nothing to do; to train further, "
-                f"{how_to_extend(self.settings, self.horizon)}; to start another run, use --model-tag=NAME",
+                f"{self.run_dir}: {done}, nothing to do; to train further, {further}; to start another run, "
+                f"use --model-tag=NAME",
             )
         allowed = self.settings.allow_bucket_exhaustion and not self.seal.get("all_dry")
         if status == "halted" and not allowed:
@@ -473,7 +478,10 @@ def _check_beginning(run_dir: Path, settings: Settings, config: Mapping[str, Any
 
 
 def _check_length(settings: Settings, horizon: Horizon, checkpoint: Checkpoint | None) -> None:
-    """ValueError if an unfinished run has taken more steps than it should."""
+    """ValueError if an unfinished run has taken more steps than it should, or if a finished one cannot
+    take more."""
+    if checkpoint is not None and checkpoint.step < horizon.num_iterations:
+        checkpoint.check_trained()
     if checkpoint is None or checkpoint.seal.get("status") == "completed":
         return
     if checkpoint.step > horizon.num_iterations:

@@ -77,9 +77,9 @@ from nanochat.run_facts import (
     contamination_table,
     data_table,
     escape_html,
-    fork_sentences,
     left_out_sentences,
     markdown,
+    origin_sentences,
     settings_table,
 )
 from nanochat.run_order import order_of
@@ -375,13 +375,13 @@ def model_card(checkpoint: Checkpoint, run: RunReader, num_parameters: int) -> b
     tag = run.config.get("model_tag") or run.name
     facts = [("parameters", num_parameters), *facts_about(checkpoint, run)]
     lines = markdown(("fact", "value"), facts)
-    forks = [*fork_sentences(run, paths=False), *ancestor_sentences(run, paths=False)]
-    sentences = [*forks, *left_out_sentences(run)]
+    origins = [*origin_sentences(run, paths=False), *ancestor_sentences(run, paths=False)]
+    sentences = [*origins, *left_out_sentences(run)]
     if sentences:
         lines += [escape_html(" ".join(sentences)), ""]
     lines += data_table(run, paths=False)
     results = seen.read_results(run.run_dir)
-    if results:
+    if results and not run.made_of:
         lines += ["Benchmarks in the data:", "", *contamination_table(results, step), ""]
     config = run.config_of(run.launch_of(step - 1))
     settings = settings_table(run, config, paths=False)

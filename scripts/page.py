@@ -301,8 +301,10 @@ def figures_of(run: Run) -> dict[str, str]:
     figures = {
         "steps": f"{done:,} / {run.horizon or done:,}",
         measured: show(Bits.of(newest)),
-        "tokens/s, median of the last 100 steps": show(run.median("tokens_per_s", last=100)),
     }
+    if run.made_of:
+        return figures
+    figures["tokens/s, median of the last 100 steps"] = show(run.median("tokens_per_s", last=100))
     if run.alive:
         figures["left"] = duration(run.state["eta_s"])
     else:

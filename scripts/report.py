@@ -213,6 +213,8 @@ def data_part(run: RunReader) -> list[str]:
 
 def contamination_part(run: RunReader) -> list[str]:
     """Which items of benchmarks the run has seen, if that was searched."""
+    if run.made_of:
+        return [f"Not searched: the weights are {run.made_of}."]
     results = seen.read_results(run.run_dir)
     if not results:
         sentence = (

@@ -12,6 +12,8 @@ from nanochat import checkpoint as checkpoint_module
 from nanochat import model_code
 from nanochat.checkpoint import find_checkpoint, load_checkpoint
 from nanochat.run_dir import read_config
+from nanochat.run_facts import ancestor_sentences, sentences_about
+from nanochat.run_reader import RunReader
 from scripts import base_train
 from tests import training
 from tests.core.test_engine import edited_package
@@ -64,6 +66,11 @@ def test_weights_are_those_of_the_origin_and_everything_else_is_new():
     assert origin.items() >= expected.items()
     assert digests() == digests("origin")[:1], "it starts at the beginning of the data"
     assert losses()[0] < losses("origin")[0] - 0.02, "and the weights have learned"
+    [began, *_] = sentences_about(RunReader(training.run_dir()))
+    assert "began with the weights of step 6 of origin" in began, "regression: nothing said so"
+    succeed(model_tag="fork", fork_from="run@1", num_iterations=2)
+    [forked] = ancestor_sentences(RunReader(training.run_dir("fork")))
+    assert forked == began.replace("It", "run")
 
 
 def test_weights_that_were_trained_with_other_code_have_a_note(monkeypatch, tmp_path):

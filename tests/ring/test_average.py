@@ -7,8 +7,9 @@ import torch
 
 from nanochat.checkpoint import find_checkpoint, load_checkpoint
 from nanochat.run_reader import RunReader
-from scripts import average, base_eval, replay
+from scripts import average, base_eval, export, inspect_data, page, replay, report
 from tests import training
+from tests.finished import STEPS, command
 
 
 @pytest.fixture
@@ -65,3 +66,41 @@ def test_steps_that_were_not_saved_are_averaged_too(copied):
     for name, tensor in averaged.model_state().items():
         mean = torch.stack([state[name].double() for state in states]).mean(dim=0)
         torch.testing.assert_close(tensor.double(), mean, rtol=1e-6, atol=1e-7)
+
+
+MEAN = "the mean of 2 checkpoints of run"
+
+
+def test_an_average_is_not_trained_further_and_says_how_to_begin_from_it(copied):
+    """Regression: the advice was to raise --num-iterations, which failed: optimizer.bin is not listed."""
+    average.main(["run", "--last=2"])
+    over = training.succeed(model_tag="run-average-2").out
+    assert "nothing to do" in over and "raise --num-iterations" not in over
+    longer = {"model_tag": "run-average-2", "num_iterations": STEPS + 1}
+    fork = {"fork_from": "run-average-2", "model_tag": "fork", "num_iterations": STEPS + 1}
+    for words in (over, training.refuse(**longer), training.refuse(**fork)):
+        assert "--init-from=run-average-2 --model-tag=NAME" in words
+    training.succeed(model_tag="next", init_from="run-average-2", num_iterations=1)
+
+
+def test_report_page_and_model_card_say_what_an_average_is(copied):
+    """Regression: "nothing saved yet", step 0, and a card without a word of it."""
+    training.succeed(num_iterations=STEPS + 2)
+    average.main(["run", "--last=2"])
+    run = RunReader(training.run_dir("run-average-2"))
+    text = report.make_report(run)
+    assert "nothing saved yet" not in text and "No step" not in text
+    card = export.model_card(find_checkpoint("run-average-2"), run, 1).decode()
+    html = copied / "page.html"
+    assert command(page.main, "run-average-2", f"--out={html}").code == 0
+    assert f"{STEPS + 2} / {STEPS + 2}" in html.read_text()
+    for shown in (text, card, html.read_text()):
+        assert f"Its weights are {MEAN}" in shown
+
+
+def test_rows_and_documents_are_asked_of_the_run_that_was_averaged(copied):
+    """Regression: `find` said that the average had seen no item, and stored it for the model card."""
+    average.main(["run", "--last=2"])
+    for argv in (["find", "--text=a"], ["rows", "--step=1"], ["digest", "--steps=0:1"]):
+        outcome = command(inspect_data.main, argv[0], "run-average-2", *argv[1:])
+        assert outcome.code == 1 and MEAN in outcome.err

@@ -28,6 +28,7 @@ from nanochat.integrations import export_check
 from nanochat.run_reader import RunReader
 from nanochat.tokenizer import RustBPETokenizer, get_tokenizer, replace_surrogates
 from scripts import base_eval, base_train, export, sample
+from scripts.report import make_report
 from tests import training
 from tests.finished import RUN, STEPS, copy
 from tests.toy import examples, write_parquet
@@ -476,6 +477,10 @@ def test_an_export_to_nanochat_is_imported_with_equal_weights_and_bits_per_byte(
     assert result["val_bpb"] == training.events("val")[-1]["bpb"] and result["step"] == STEPS
     [meta] = (base / "nc/base_checkpoints/run").glob("meta_*.json")
     assert json.loads(meta.read_text())["val_bpb"] == result["val_bpb"]
+    back = RunReader(training.run_dir("back"))
+    assert "Its weights are imported" in make_report(back), "regression: nothing saved yet"
+    fork = training.refuse(model_tag="fork", fork_from="back", num_iterations=STEPS + 1)
+    assert "--init-from=back" in fork
     assert sample.main(["back", "--max-tokens=2", "--device-type=cpu"]) == 0
     assert (
         base_train.main(

@@ -210,7 +210,8 @@ def make_receipt(
             f"{run.log_path}: it has no digest for step {missing or first}, but a receipt needs those "
             f"of all steps; resume the run, or restore the log"
         )
-    data, config, settings = open_run(run.run_dir, data_path)
+    data, config, _ = open_run(run.run_dir, data_path)
+    settings = Settings.from_json(run.config)  # `check_launches` compares those of each launch
     marks, link = {}, ""
     for step in range(first, steps):
         link = next_link(link, digests[step])

@@ -91,7 +91,7 @@ def read_row(run_dir: Path) -> Row | None:
         return None
     check_shape(run.config, CONFIG, run_dir / CONFIG_NAME)
     derived = run.config["derived"]
-    budget = run.config["target_flops"]
+    budget = run.last_config["target_flops"]
     # the results of its last step
     val = run.validation(run.num_steps)
     evaluation = run.evaluation if run.evaluation.get("step") == run.num_steps else {}

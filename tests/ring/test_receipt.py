@@ -101,6 +101,20 @@ def test_a_receipt_is_small_and_contains_no_path_or_host(origin, monkeypatch):
         assert list(make_receipt(long, 2000)["marks"]) == ["0", "1000", "1999"]
 
 
+def test_a_receipt_has_the_settings_of_the_first_launch(origin, tmp_path, monkeypatch):
+    """`scripts.verify --retrain` compares them with config.json, and each launch with them."""
+    monkeypatch.setenv("NANOCHAT_BASE_DIR", str(origin))
+    before = make_receipt(RunReader(run_dir()))
+    copied = shutil.copytree(run_dir(), tmp_path / "run")
+    log = copied / "logs" / "train.jsonl"
+    started = re.findall('.*"started".*', log.read_text())[-1]
+    curriculum = {"phases": [{"duration_tokens": 10**6, "mix": {"data": 1}}]}
+    changed = {**json.loads(started), "changed": {"curriculum": curriculum}}
+    log.write_text(log.read_text().replace(started, json.dumps(changed)))
+    after = make_receipt(RunReader(copied))
+    assert {after[name] == before[name] for name in ("settings", "training")} == {True}
+
+
 def test_rows_of_a_killed_and_resumed_run_are_verified_from_a_copy_of_the_data(work):
     out = verified(work)
     assert (

@@ -2,6 +2,7 @@
 shell scripts."""
 
 import csv
+import json
 import os
 import shutil
 import subprocess
@@ -84,6 +85,17 @@ def test_runs_without_a_sweep_get_a_table_but_no_laws(runs, tmp_path, tags, why,
     assert f"no laws: {why}" in output and "FLOPs^" not in output
     assert len((tmp_path / "results.csv").read_text().splitlines()) == 1 + len(tags)
     assert (tmp_path / "fit.csv").read_text().splitlines() == [",".join(sweep.LAW_COLUMNS)]
+
+
+def test_the_budget_is_that_of_the_newest_launch(runs, tmp_path):
+    """Regression: a run whose --target-flops a resume had raised counted to its first budget."""
+    raised = shutil.copytree(runs / "runs" / "s_large", tmp_path / "raised")
+    log = raised / "logs" / "train.jsonl"
+    started, rest = log.read_text().split("\n", 1)
+    started = {**json.loads(started), "changed": {"target_flops": 5e9}}
+    assert started["event"] == "started"
+    log.write_text(f"{json.dumps(started)}\n{rest}")
+    assert sweep.read_row(raised)["flops_budget"] == 5e9
 
 
 def test_different_validation_text_is_named_above_the_table(runs, tmp_path, capsys):

@@ -91,6 +91,7 @@ from nanochat.run_dir import (
     find_run_at,
     is_run_dir,
     keep_cursors,
+    new_run_path,
     newest_events,
     open_folders,
     pack_cursors,
@@ -248,7 +249,7 @@ def complete_settings(
     activate_kernel(settings.attention_kernel, device_type, deterministic=settings.deterministic)
     for sink in settings.sinks.values():
         open_door(sink).check()
-    run_path(settings.tag)  # ValueError for an invalid name
+    new_run_path(settings.tag)  # ValueError for an invalid name
     return replace(
         settings,
         data_path=data_path,

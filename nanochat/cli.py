@@ -151,8 +151,8 @@ class Parser(argparse.ArgumentParser):
     instead: Callable[[str], str] = staticmethod(lambda name: "")
     # (the name of a flag whose value brings further flags, what adds those of a value)
     brings: tuple[str, Callable[[str], None]] | None = None
-    # selects the flags from a run's config.json
-    of_run: Callable[[dict[str, Any]], dict[str, Any]] = dict
+    # selects the flags from a run's config.json, in a folder
+    of_run: Callable[[dict[str, Any], Path], dict[str, Any]] = staticmethod(lambda flags, _: flags)
     # {flag: value} that a command line and its file stand for, before everything else
     inherits: Callable[[Sequence[str]], dict[str, Any]] | None = None
     example = ""  # an example of a --config file, shown in --help
@@ -230,7 +230,7 @@ class Parser(argparse.ArgumentParser):
         values = {} if path is None else self._read_flags(path)
         is_of_run = "derived" in values
         if is_of_run:
-            values = self.of_run(values)
+            values = self.of_run(values, Path(path or "").parent)
         inherited = self._inherited_by(values, given)
         if self.brings is not None:
             name, add = self.brings

@@ -26,6 +26,7 @@ night.
 
 import argparse
 import contextlib
+import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import Field, asdict, dataclass, fields, replace
 from functools import partial
@@ -48,6 +49,7 @@ from nanochat.files import DATASET_NAME, FORMATS
 from nanochat.gpt import ASPECT_RATIO, HEAD_DIM, GPTConfig
 from nanochat.old_flags import OLD_FLAGS
 from nanochat.order import ORDERS, StreamSettings
+from nanochat.pins import DATA_MANIFEST, read_manifests
 from nanochat.run_dir import (
     CONFIG_NAME,
     checkpoint_folders,
@@ -600,7 +602,7 @@ def add_flags(parser: Parser, without: Sequence[str] = (), *, listed: bool = Tru
     """Add the flags of all settings except `without` to a parser, in their groups. Without
     `listed`, --help omits them. The flags of an --order of its own are added when it is given."""
     parser.instead = instead_of
-    parser.of_run = flags_of_run
+    parser.of_run = flags_of_config
     parser.usage = "%(prog)s [flags]"
     parser.example = ", such as a run's config.json" * listed
     for group in reversed(Settings.__bases__):
@@ -696,6 +698,25 @@ def flags_of_run(config: Mapping[str, Any]) -> dict[str, Any]:
         for name, f in known_settings(config).items()
         if f.metadata.get("flag", True) and name in config and name not in ("resume", "force")
     }
+
+
+def flags_of_config(config: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """`flags_of_run` of the config.json in a folder. They name the commit that the run pinned, where
+    the run named a branch, which may have moved on."""
+    flags = flags_of_run(config)
+    manifests = read_manifests(folder / DATA_MANIFEST)
+    for split, name in (("train", "data_path"), ("val", "val_path")):
+        named = str(flags.get(name) or "").rstrip("/")
+        for manifest in manifests.get(split, {}).values():
+            pinned = str(manifest["root"])
+            if named.startswith("hf://") and _without_revision(pinned) == _without_revision(named):
+                flags[name] = pinned
+    return flags
+
+
+def _without_revision(path: str) -> str:
+    """A path on the Hub without @REVISION."""
+    return re.sub(r"@[^/]+", "", path, count=1)
 
 
 def inherited_flags(given: Sequence[str]) -> dict[str, Any]:

@@ -95,6 +95,18 @@ def run_path(tag: str) -> Path:
     return get_base_dir() / "runs" / tag
 
 
+def new_run_path(tag: str) -> Path:
+    """`run_path` for a run that may be new. ValueError for a new name that reads as a step of
+    another run."""
+    path = run_path(tag)
+    if re.fullmatch(r".+@\d+", tag) and not is_run_dir(path):
+        run, _, step = tag.rpartition("@")
+        raise ValueError(
+            f"--model-tag: got {tag!r}, which names step {step} of {run}; choose a name without @"
+        )
+    return path
+
+
 def is_run_dir(path: Path) -> bool:
     """Whether a folder holds a run that has started."""
     return (path / CONFIG_NAME).is_file() or bool(checkpoint_folders(path))

@@ -170,8 +170,11 @@ def progress_sentences(run: RunReader) -> list[str]:
         moved = "fell" if newest < first else "did not fall: they went"
         since = f" at step {first_step:,}" if first_step > run.first_step else ""
         where = f" at step {newest_step:,}" if newest_step < last.last else ""
+        best = min(val, key=val.__getitem__)
+        lowest = f"; the lowest were {show(Bits(val[best]))} at step {best:,}"
         sentences.append(
-            f"Validation bits per byte {moved} from {show(Bits(first))}{since} to {show(Bits(newest))}{where}."
+            f"Validation bits per byte {moved} from {show(Bits(first))}{since} to {show(Bits(newest))}{where}"
+            f"{lowest if val[best] < newest else ''}."
         )
     return sentences
 

@@ -92,6 +92,7 @@ from nanochat.run_dir import (
     is_run_dir,
     keep_cursors,
     made_of,
+    new_run_path,
     newest_events,
     open_folders,
     pack_cursors,
@@ -253,7 +254,7 @@ def complete_settings(
     activate_kernel(settings.attention_kernel, device_type, deterministic=settings.deterministic)
     for sink in settings.sinks.values():
         open_door(sink).check()
-    run_path(settings.tag)  # ValueError for an invalid name
+    new_run_path(settings.tag)  # ValueError for an invalid name
     return replace(
         settings,
         data_path=data_path,

@@ -33,7 +33,7 @@ from nanochat.checkpoint import (
 )
 from nanochat.cli import Parser, run_main, setup_logging, whole
 from nanochat.common import counted, print0, write_json
-from nanochat.run_dir import CONFIG_NAME, find_run, open_folders, run_path
+from nanochat.run_dir import CONFIG_NAME, find_run, new_run_path, open_folders
 from nanochat.run_owner import write_completed
 from nanochat.run_reader import RunReader
 from scripts.export import new_folder
@@ -136,7 +136,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     setup_logging()
     source = find_run(args.run)
     number = args.last if args.steps is None else len(args.steps)
-    target = run_path(args.model_tag or f"{source.name}-average-{number}")
+    target = new_run_path(args.model_tag or f"{source.name}-average-{number}")
     with new_folder(target, "delete it, or name another run with --model-tag") as unfinished:
         if args.steps is None:
             checkpoints = last_checkpoints(source, args.last)

@@ -649,7 +649,7 @@ def after_failure(run: Run, progress: Progress) -> str:
 
 def validation_text(run: Run, progress: Progress) -> str:
     """The first and the last bits per byte of a run, with their steps if these are not its first and
-    last ones. Without the first one if it is of another amount of text, or the only one."""
+    last ones, and the lowest. Only the last if the first is of another amount of text, or the same."""
     val = validations(run.run_dir, progress.step)
     fork = Fork.of(run.settings.fork)
     begin = 0 if fork is None else fork.step
@@ -661,6 +661,9 @@ def validation_text(run: Run, progress: Progress) -> str:
     if len(val) > 1 and is_comparable:
         since = f" at step {min(val):,}" if min(val) > begin else ""
         text = f"{val[min(val)]:.6f}{since} -> {text}"
+        best = min(val, key=val.__getitem__)
+        if val[best] < val[max(val)]:
+            text += f" (lowest: {val[best]:.6f} at step {best:,})"
     return text
 
 

@@ -71,7 +71,7 @@ from nanochat.model_code import code_of
 from nanochat.pins import DATA_MANIFEST
 from nanochat.receipt import NAME as RECEIPT_NAME
 from nanochat.receipt import make_receipt
-from nanochat.run_dir import CONFIG_NAME, config_at, open_folders, run_path
+from nanochat.run_dir import CONFIG_NAME, config_at, new_run_path, open_folders
 from nanochat.run_facts import (
     ancestor_sentences,
     contamination_table,
@@ -641,7 +641,7 @@ def import_run(args: argparse.Namespace) -> str:
     """
     source = from_nanochat(args.source)
     settings, shape, tokenizer = settings_of(source, args)
-    out = args.out or run_path(settings.model_tag or "")
+    out = args.out or new_run_path(settings.model_tag or "")
     advice = NEW_FOLDER if args.out else "name another run with --model-tag"
     begin_launch()
     state = {

@@ -257,3 +257,14 @@ def test_the_newest_events_are_found_without_parsing_the_lines_of_steps(tmp_path
         assert rd.newest_events(tmp_path, 3)["saved"]["step"] == 1
         assert rd.newest_events(tmp_path, 9)["saved"]["step"] == 4
     assert parse.call_count == 4
+
+
+def test_a_new_run_has_no_name_that_reads_as_a_step_of_another(tmp_path, monkeypatch):
+    """Regression: a run mix@60 stood before step 60 of mix."""
+    monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path))
+    with pytest.raises(ValueError, match="step 60 of mix; choose a name without @"):
+        rd.new_run_path("mix@60")
+    assert rd.new_run_path("me@work") == rd.run_path("me@work")
+    rd.run_path("mix@60").mkdir(parents=True)
+    (rd.run_path("mix@60") / "config.json").write_text("{}")
+    assert rd.new_run_path("mix@60").is_dir(), "of an older version"

@@ -177,6 +177,14 @@ def test_a_resume_asks_the_hub_nothing(hub, made):
     assert training.digests() == made.digests and not hub.seen
 
 
+def test_the_config_of_a_run_names_the_commit_that_it_pinned(hub, made):
+    """Regression: a run that was to repeat another one read a newer commit, without a word."""
+    train()
+    newest = hub.commit("own/set", newer(made.files))
+    out = command(validate.main, f"--config={run_dir() / 'config.json'}", "--model-tag=again").out
+    assert made.commit in out and newest not in out
+
+
 def test_a_fork_reads_the_commit_of_its_parent_and_asks_the_hub_nothing(hub, made):
     train()
     hub.commit("own/set", newer(made.files))

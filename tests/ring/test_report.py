@@ -176,6 +176,17 @@ def test_sentences_and_samples_say_how_the_run_went(run):
     assert "````text\nOnce ```upon```\na time\n````" in text and "```text\nimport | os\n```" in text
 
 
+def test_a_rise_after_the_lowest_bits_per_byte_is_said(copied):
+    """Regression: of a run that had overfitted, page and report said only that they fell."""
+    run = training.run_dir()
+    log = run / "logs" / "train.jsonl"
+    with log.open("a") as file:
+        file.write(json.dumps({"event": "val", "step": 5, "bpb": 1.25}) + "\n")
+    assert "; the lowest were 1.250 at step 5." in make_report(RunReader(run))
+    outcome = training.succeed(num_iterations=STEPS + 2)
+    assert "(lowest: 1.250000 at step 5)" in outcome.out
+
+
 def test_an_evaluation_of_an_older_checkpoint_does_not_replace_the_final_figures(run):
     """Regression: the row "after" had the value of the older checkpoint."""
     write_json(run / "eval.json", {**EVALUATION, "step": 6, "core": {"core_metric": 0.25}})

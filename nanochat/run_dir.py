@@ -437,7 +437,7 @@ class Backlog:
             raise OSError(
                 error.errno,
                 f"{self._path}: {self._what} cannot be written ({reason_of(error)}); free some "
-                f"space and run the same command again",
+                f"space and run the same command again (without --resume)",
             ) from error
         if error is not None and not self._warned:
             log.warning(
@@ -638,6 +638,15 @@ def config_at(run_dir: Path, step: float) -> dict[str, Any]:
     config = read_config(run_dir)
     changed = newest_events(run_dir, step).get("started", {}).get("changed") or {}
     return config | {name: value for name, value in changed.items() if name in config}
+
+
+def but_resume(settings: Mapping[str, Any]) -> str:
+    """What the command of a launch with these settings has to leave out to resume its run, as the end
+    of a phrase, such as ' without --resume=scratch --force'; '' if it resumes the run as it is."""
+    resume = settings.get("resume", "auto")
+    if resume == "auto":
+        return ""
+    return f" without --resume={resume}{' --force' * bool(settings.get('force'))}"
 
 
 def step_in(selector: str | None) -> float:

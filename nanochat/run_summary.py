@@ -21,7 +21,7 @@ from nanochat.dist import peak_memory, write_memory
 from nanochat.files import FORMATS, data_at, paths_in
 from nanochat.fork import describe_fork
 from nanochat.pins import Manifest, not_searched
-from nanochat.run_dir import CONFIG_NAME, Fork, mix_text
+from nanochat.run_dir import CONFIG_NAME, Fork, but_resume, mix_text
 from nanochat.run_settings import (
     derive,
     describe_memory,
@@ -220,6 +220,8 @@ def _notes(start: Start, layout: StepLayout, device: torch.device) -> Iterator[s
                 f"the load of this machine is {load:.1f} on {counted(cores, 'core')}. Threads then wait for "
                 f"each other, which can make a step ten times as long. OMP_NUM_THREADS=1 avoids that"
             )
+    if but := but_resume(vars(start.settings)):
+        yield f"each launch of this command begins at step {start.step:,}; the command{but} resumes the run"
     if layout.num_leaves % layout.world_size:
         yield (
             f"{layout.world_size} processes do not divide {layout.num_leaves} leaves: same data, but "
@@ -301,5 +303,5 @@ def explain_out_of_memory(start: Start, device: torch.device) -> Iterator[None]:
         raise ValueError(
             f"out of GPU memory: {figures}; {kept}. Lower --device-batch-size (now "
             f"{settings.device_batch_size}), or add --activation-checkpointing, and run the "
-            f"command again ({str(e).partition(chr(10))[0][:200]}){snapshot}"
+            f"command again{but_resume(vars(settings))} ({str(e).partition(chr(10))[0][:200]}){snapshot}"
         ) from e

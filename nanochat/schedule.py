@@ -86,8 +86,17 @@ class Horizon:
     @property
     def total_tokens(self) -> int:
         """Tokens that the whole run trains on, with those of a fork's parent."""
-        steps = self.num_iterations - self.first_step
-        return self.first_tokens + steps * self.total_batch_size
+        return self.first_tokens + self.own_tokens
+
+    @property
+    def own_steps(self) -> int:
+        """Steps that the run takes itself, without those of a fork's parent."""
+        return self.num_iterations - self.first_step
+
+    @property
+    def own_tokens(self) -> int:
+        """Tokens that these steps train on."""
+        return self.own_steps * self.total_batch_size
 
 
 def resolve_horizon(

@@ -118,9 +118,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     settings, tokenizer = complete_settings(settings, args.world_size, device.type)
     ok(f"tokenizer {tokenizer.fingerprint}, {tokenizer.get_vocab_size():,} tokens")
     start, refused = inspect(settings, device, args.named)
-    model, num_steps = build_model(start.settings), start.horizon.num_iterations
+    model = build_model(start.settings)
+    num_steps = counted(start.horizon.own_steps, "step")
     ok(
-        f"configuration: {num_steps:,} steps of {start.settings.total_batch_size:,} tokens, "
+        f"configuration: {num_steps} of {start.settings.total_batch_size:,} tokens, "
         f"{sum(p.numel() for p in model.parameters()):,} parameters, {counted(args.world_size, 'process')}"
     )
     if device.type == "cuda":
@@ -177,6 +178,8 @@ def inspect(settings: Settings, device: torch.device, named: Sequence[str]) -> t
 
 def beginning(start: Start) -> str:
     """Where a run begins, in words."""
+    if start.parent:
+        return f"a new fork, from {start.parent.checkpoint.path}"
     if start.checkpoint:
         return f"resumes from {start.checkpoint.path}"
     return "restarts from step 0" if is_run_dir(start.run_dir) else "a new run"
@@ -192,8 +195,9 @@ def report_plan(plan: Plan, run: Run) -> bool:
         *close_calls(plan, run, run.data),
     ]:
         print(f"warning: {line}")
-    why = problem(plan, lanes) or refusal(plan, run)
-    likely = likely_problem(plan, lanes)
+    resumes = bool(run.config)
+    why = problem(plan, lanes, resumes=resumes) or refusal(plan, run)
+    likely = likely_problem(plan, lanes, resumes=resumes)
     if why:
         print(f"error: {why}")
     elif likely:

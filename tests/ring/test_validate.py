@@ -238,6 +238,25 @@ def test_without_a_curriculum_training_keeps_no_plan_but_prints_the_same_figures
     assert "its data" not in training.succeed(**given(workplace, **few)).err
 
 
+def test_documents_of_half_a_row_are_cropped_and_training_measures_as_much_as_validate(workplace):
+    """Regression: training counted only what is longer than a row, so it announced too few passes,
+    and no cropping of documents that are cut to fill rows."""
+    for number in range(3):
+        some = [text[:30] for text in training.texts(400, seed=number)]
+        training.write_shard(workplace / f"short/{number}.parquet", some)
+    plain = {"curriculum": None, "data_path": workplace / "short", "data_format": "text"}
+    plain |= {"long_docs": "crop", "num_iterations": 60}
+    out = checked(**plain)[1]
+    header, figures = [line.split() for line in out.split("plan: ")[1].splitlines()[1:3]]
+    passes = float(figures[header.index("passes")])
+    cropped = float(figures[header.index("cropped")])
+    assert cropped > 15
+    outcome = training.succeed(**given(workplace, **plain))
+    [said] = re.findall(r"this run reads them ([\d.]+) times", outcome.out)
+    assert float(said) == pytest.approx(passes, rel=0.05)
+    assert f"{cropped:.0f}% of the tokens of its data are cropped" in outcome.err
+
+
 @pytest.mark.parametrize("has_curriculum", [False, True])
 @pytest.mark.parametrize(
     ("books", "lanes", "repeating", "suffices"), [(1, 8, 7, 1), (3, 8, 5, 2), (10, 16, 6, 8)]

@@ -35,6 +35,7 @@ from nanochat.splits import (
     last_file_validates,
     or_divide,
     validated_by_name,
+    warn_of_trained_copies,
 )
 from nanochat.start_run import Run, Start
 
@@ -62,7 +63,8 @@ def print_split(run: Run) -> None:
             print0(f"data for validation: {root}")
     for note in _pinned_notes(run):
         print0(f"note: {note}")
-    reads = f"this run trains on {run.horizon.total_tokens:,} tokens"
+    kind = "run" if settings.fork is None else "fork"
+    reads = f"this {kind} trains on {run.horizon.own_tokens:,} tokens"
     # a fork keeps the validation files of its parent, and a curriculum may leave out a bucket
     decides = not run.config and settings.fork is None and settings.val_path is None
     reads_all = val.keys() <= train.keys() or settings.mix is None
@@ -78,6 +80,8 @@ def print_split(run: Run) -> None:
         ),
         sep="\n",
     )
+    if not run.config and settings.val_fraction == 0:
+        warn_of_trained_copies(run.data.manifests)
     unseen = [bucket for bucket in train if bucket not in val]
     if unseen and val.keys() & train.keys():
         why = "no validation file of its own; name one with --val-path"

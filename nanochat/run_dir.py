@@ -261,7 +261,10 @@ def curriculum_text(value: object) -> str:
     phases: list[str] = []
     for phase, mix in zip(value["phases"], mixes):
         unit = "" if phases else " tokens"
-        phases.append(f"{show(phase.get('duration_tokens'))}{unit} of {mix}")
+        duration = phase.get("duration_tokens")
+        phases.append(
+            f"{mix} to the end" if duration is None else f"{show(duration)}{unit} of {mix}"
+        )
     parts = [f"{counted(len(phases), 'phase')}: {', then '.join(phases)}"]
     limits = value.get("max_epochs")
     for bucket, limit in limits.items() if isinstance(limits, dict) else ():

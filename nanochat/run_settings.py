@@ -204,6 +204,13 @@ def _check_budget(settings: Settings, horizon: Horizon) -> None:
     """ValueError if a curriculum is longer or shorter than the run. A fork may end before the phases
     that it inherits do, and prints a note then: so it may cut out a spike, or take smaller steps."""
     budget, total = settings.curriculum_end, horizon.total_tokens
+    if not budget:
+        if settings.num_iterations < 1 and settings.target_flops <= 0:
+            raise ValueError(
+                "--curriculum: its last phase has no duration_tokens, so it does not say how long the run is; "
+                "give the phase a duration, or name --num-iterations"
+            )
+        return
     fits = abs(total - budget) <= horizon.total_batch_size
     is_allowed = settings.mix is not None and settings.mix.allow_budget_mismatch
     changes = (settings.fork or {}).get("changes")
@@ -227,7 +234,8 @@ def ends_early(settings: Settings, horizon: Horizon) -> bool:
 
 def how_to_extend(settings: Settings, horizon: Horizon) -> str:
     """What makes a run longer, as an imperative."""
-    is_any_length_allowed = settings.mix is None or settings.mix.allow_budget_mismatch
+    mix = settings.mix
+    is_any_length_allowed = mix is None or not mix.tokens or mix.allow_budget_mismatch
     if is_any_length_allowed or ends_early(settings, horizon):
         return "raise --num-iterations"
     return (

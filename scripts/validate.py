@@ -46,7 +46,7 @@ from nanochat.run_dir import Fork, find_run_at, is_run_dir, run_path
 from nanochat.run_order import order_of
 from nanochat.run_owner import check_free
 from nanochat.run_settings import build_model, describe_memory, device_memory, estimate_memory
-from nanochat.run_summary import print_split
+from nanochat.run_summary import print_split, settings_notes
 from nanochat.start_run import Run, Start, complete_settings, find_data, inspect_run
 from nanochat.text import TEXT_FIELD
 
@@ -124,6 +124,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         f"configuration: {num_steps} of {start.settings.total_batch_size:,} tokens, "
         f"{sum(p.numel() for p in model.parameters()):,} parameters, {counted(args.world_size, 'process')}"
     )
+    for note in settings_notes(start, args.named):
+        print(f"note: {note}")
     if device.type == "cuda":
         parts = estimate_memory(start.settings, device_memory(device, args.world_size))
         ok(f"{describe_memory(parts)}, with --device-batch-size={start.settings.device_batch_size}")

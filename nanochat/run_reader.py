@@ -21,6 +21,7 @@ numbered on from there. Its config.json records the parent, which may be deleted
 
 import contextlib
 import logging
+import math
 import statistics
 import time
 from collections.abc import Iterator, Mapping
@@ -36,7 +37,9 @@ from nanochat.run_dir import (
     PLAN_NAME,
     Fork,
     RowLosses,
+    but_resume,
     checkpoint_folders,
+    config_at,
     cursor_files,
     find_run_at,
     is_step,
@@ -696,7 +699,10 @@ class RunReader:
             "mirror": self._mirror(state["step"] if alive == "alive" else None),
         }
         if alive == "dead":
-            remedy = self.damaged_tokens() or "the same command resumes the run"
+            but = ""
+            with contextlib.suppress(OSError, ValueError):
+                but = but_resume(config_at(self.run_dir, math.inf))
+            remedy = self.damaged_tokens() or f"the same command{but} resumes the run"
             status |= logged_progress(self.run_dir)  # the last state may be older than the log
             status |= {
                 "shown": "dead",

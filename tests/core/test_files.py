@@ -414,7 +414,7 @@ def test_files_without_documents_are_skipped_with_one_warning(tmp_path, caplog):
     assert [
         [entry["name"] for entry in pinned[split]["data"]["files"]] for split in ("train", "val")
     ] == [["b.parquet"], ["c.parquet"]]
-    message, _ = caplog.messages  # and that the two others are equal
+    [message] = caplog.messages
     for words in (str(tmp_path), "11 files", "a0.parquet, a1.jsonl, a2.jsonl.gz and 8 more"):
         assert words in message
 

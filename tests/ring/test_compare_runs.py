@@ -296,9 +296,13 @@ def test_settings_that_differ_are_not_cut_before_they_differ():
     a, b, c = curricula
     assert setting_texts([a, b])[0] == "2 books + 1 code, then 2 books + 3 code"
     first, second = around_difference(setting_texts([b, c]))
-    assert ", then 500,000,000 of 2 books" in first and ", then 7 of 2 books" in second
+    assert "then 500,000,000 of 2 books" in first and "then 7 of 2 books" in second
     changed = changes_text({"curriculum": [b, c]})
     assert changed == f"curriculum {first} -> {second}"
+    one = {"phases": [{"duration_tokens": 200_000, "mix": {"books": 1, "code": 1}}]}
+    limits = [{**one, "max_epochs": {"code": limit}} for limit in (1, 3)]
+    cut = changes_text({"curriculum": limits})
+    assert cut == "curriculum ...max_epochs 1 of code -> ...max_epochs 3 of code", "a whole phrase"
 
 
 def test_curricula_with_the_same_mixes_are_told_apart_in_words():

@@ -52,6 +52,7 @@ from nanochat.run_state import (
     read_mirror_state,
     read_state,
 )
+from nanochat.steps import Outcome
 
 log = logging.getLogger(__name__)
 
@@ -303,6 +304,12 @@ class RunReader:
     def steps_not_applied(self) -> set[int]:
         """The steps that did not change the weights: spikes, and steps without a token to learn."""
         return {event["step"] for event in self.named("skipped")}
+
+    @property
+    def steps_without_targets(self) -> set[int]:
+        """Those of the `steps_not_applied` in which no target had a loss."""
+        skipped = self.named("skipped")
+        return {event["step"] for event in skipped if event.get("why") == Outcome.EMPTY.value}
 
     @property
     def row_losses(self) -> RowLosses:

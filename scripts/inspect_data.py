@@ -81,7 +81,7 @@ DOCUMENTS, TRACED = 20, 200  # matches that --text shows, and that it follows th
 OUTLIER = 4  # robust deviations above the preceding steps
 AROUND = 8  # steps before a spike that define the usual loss of a bucket
 WORST = 3  # rows shown per spike, and documents shown per row
-# if a larger share of a step's rows stands out, they are not the cause of its spike
+# if a larger share of a step's rows stands out, the weights may be the cause, and not these rows
 NEARLY_ALL = 0.9
 LEGEND = """\
 lane_row: the row's number in its lane; {loss}at: position in the row; tokens: how many are in the row
@@ -399,27 +399,24 @@ def documents_of(opened: Opened, stream: AnyStream, row: Row) -> list[dict[str, 
 
 def print_judged(steps: Sequence[Mapping[str, Any]], any_spike: bool) -> None:
     """Print which steps were compared with earlier ones, and how, if there is no spike."""
+    needed = f"a comparison needs {ENOUGH} earlier steps"
+    if len(steps) <= ENOUGH:
+        print(f"no step of {len(steps)} can be judged: {needed}")
+        return
     if not any_spike:
         before = min(WINDOW, len(steps) - 1)
-        reason = f"a comparison needs at least {ENOUGH} earlier steps"
-        if before >= ENOUGH:
-            reason = (
-                f"no loss or gradient norm is {OUTLIER} robust standard deviations above the median of the steps "
-                f"before it (at least {ENOUGH}, at most {before})"
-            )
-        print(f"no spike in {counted(len(steps), 'step')}: {reason}")
-    if steps:
-        first = steps[0]["step"]
-        last = steps[:ENOUGH][-1]["step"]
         print(
-            f"not judged: steps {first:,} to {last:,}, which have fewer than {ENOUGH} steps "
-            f"before them"
+            f"no spike in {counted(len(steps), 'step')}: no loss or gradient norm is {OUTLIER} robust standard "
+            f"deviations above the median of the steps before it (at least {ENOUGH}, at most {before})"
         )
+    last = steps[ENOUGH - 1]["step"]
+    print(f"not judged: steps {steps[0]['step']:,} to {last:,}; {needed}")
 
 
 def show_spikes(opened: Opened, args: argparse.Namespace) -> int:
     """Print the steps whose loss or gradient norm is an outlier, and the rows behind them."""
-    steps = opened.run.steps
+    empty = opened.run.steps_without_targets
+    steps = [step for step in opened.run.steps if step["step"] not in empty]
     scores: dict[str, np.ndarray] = {}
     for name in JUDGED:
         values = np.array([step.get(name) for step in steps], float)  # NaN for None
@@ -448,12 +445,12 @@ def show_spikes(opened: Opened, args: argparse.Namespace) -> int:
             line |= {"judged": rows.judged, "outliers": rows.outliers, "rows": rows.worst}
             print(json.dumps(finite(line), allow_nan=False))
         else:
-            print_spike(line, rows)
+            print_spike(line, rows, opened.run.name)
     return 0
 
 
-def print_spike(line: Mapping[str, Any], rows: SpikeRows) -> None:
-    """Print a spike, and a table of its rows."""
+def print_spike(line: Mapping[str, Any], rows: SpikeRows, run: str) -> None:
+    """Print a spike of a run, and a table of its rows."""
     parts = []
     for name in JUDGED:
         height = line[f"{name}_deviations"]
@@ -463,7 +460,7 @@ def print_spike(line: Mapping[str, Any], rows: SpikeRows) -> None:
         )
     print(f"step {line['step']:,}: {', '.join(parts)}")
     if rows.outliers:
-        print(blame(rows, line["step"]))
+        print(blame(rows, f"{run}@{line['step']}"))
     cells = []
     for row in rows.worst:
         documents = row["documents"]
@@ -479,13 +476,13 @@ def print_spike(line: Mapping[str, Any], rows: SpikeRows) -> None:
         )
 
 
-def blame(rows: SpikeRows, step: int) -> str:
-    """How many rows of a step stand out, and what follows if nearly all do."""
+def blame(rows: SpikeRows, place: str) -> str:
+    """How many rows of a step RUN@STEP stand out, and what may follow if nearly all do."""
     line = f"rows at least {OUTLIER} robust deviations above their bucket's median: {rows.outliers} of {rows.judged}"
     if rows.judged > 1 and rows.outliers > NEARLY_ALL * rows.judged:
         line += (
-            f"; the cause is not these rows, but the weights, which an update before step {step:,} damaged: fork from "
-            f"before it, with lower rates"
+            f"; either they are alike, as with one lane, or an earlier update damaged the weights: "
+            f"base_eval {place} --eval=bpb shows which"
         )
     return line
 

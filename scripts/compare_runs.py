@@ -603,7 +603,7 @@ def explain_left_out(a: Side, b: Side) -> str:
 
     opened = open_stream_of(a.run.run_dir)
     with opened.stream_at(step) as stream:
-        for row in stream.next_rows(opened.rows_per_lane):
+        for row in opened.take(stream, step):
             for place in places_in(opened, stream, row):
                 a_omits, b_omits = is_listed(place, listed_a), is_listed(place, listed_b)
                 if a_omits == b_omits:

@@ -181,8 +181,10 @@ def warn_untrained(opened: Opened, last: int) -> None:
     if last < trained:
         return
     where = f"{run_dir} has trained {counted(trained, 'step')}; step {last:,} lies ahead"
-    if opened.run.outcome == "completed":
-        where = f"{run_dir} ended with step {trained - 1:,}; {after_end}"
+    end_of_run = opened.run.launches[-1].end if opened.run.launches else ""
+    if end_of_run in ("completed", "halted"):
+        how = "ended" if end_of_run == "completed" else "halted"
+        where = f"{run_dir} {how} with step {trained - 1:,}; {after_end}"
     elif last >= end:
         where = f"{run_dir} will end with step {end - 1:,}; {after_end}"
     log.warning("%s, and is computed from the data", where)
@@ -255,9 +257,7 @@ def show_rows(opened: Opened, args: argparse.Namespace) -> int:
     lines: list[dict[str, Any]] = []
     texts: list[list[str]] = []  # the lines of each document's text
     with opened.stream_at(args.step) as stream:
-        rows = stream.next_rows(opened.rows_per_lane)
-        if not rows:
-            raise ValueError(f"step {args.step:,}: the order of samples ends before it")
+        rows = opened.take(stream, args.step)
         numbers = by_loss(losses) if losses else list(range(len(rows)))
         if args.row is not None:
             numbers = [number for number in numbers if number == args.row]
@@ -347,10 +347,12 @@ class SpikeRows(NamedTuple):
 def compare_rows(opened: Opened, step: int) -> SpikeRows:
     """The rows of a step, compared with those of their buckets in the AROUND + 1 steps up to it."""
     usual: dict[str, list[float]] = {}
-    first = max(0, step - AROUND)  # the steps from here on define the usual loss of each bucket
+    first = max(
+        opened.first_step, step - AROUND
+    )  # the steps from here on define the usual loss of each bucket
     with opened.stream_at(first) as stream:
         for at in range(first, step + 1):
-            rows = stream.next_rows(opened.rows_per_lane)
+            rows = opened.take(stream, at)
             losses = row_means(opened.run, at)
             for row, loss in zip(rows, losses):
                 if loss is not None and math.isfinite(loss):
@@ -366,7 +368,7 @@ def compare_rows(opened: Opened, step: int) -> SpikeRows:
             if not math.isfinite(above):
                 above = math.inf
             outliers += above >= OUTLIER * unit
-            line = {
+            line: dict[str, Any] = {
                 "row": number,
                 "lane": row.lane,
                 "bucket": row.bucket,
@@ -528,7 +530,9 @@ def named_documents(ancestry: Ancestry, args: argparse.Namespace) -> list[Traced
     if args.document is not None:
         data = {name: part.sources for name, part in parts.items()}
         name, document = find_document(data, args.document)
-        return [ancestry.trace(parts[name], document)]
+        traced = ancestry.trace(parts[name], document)
+        ancestry.check([traced])
+        return [traced]
     if not args.text:
         raise ValueError("--text: it is empty; pass some words from a document")
     used: list[Traced] = []
@@ -544,6 +548,7 @@ def named_documents(ancestry: Ancestry, args: argparse.Namespace) -> list[Traced
             break
     used.sort(key=lambda traced: traced.steps[0])
     found = used + others
+    ancestry.check(found)
     if not found:
         unsearched = f". {ancestry.gap_sentence()}" if ancestry.gaps else ""
         raise ValueError(

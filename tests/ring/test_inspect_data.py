@@ -24,6 +24,7 @@ from nanochat.dataloader import OFF, DataLoader
 from nanochat.files import BUCKET, data_at
 from nanochat.find import find_document, groups_of
 from nanochat.order import StreamConfig
+from nanochat.packing import BestFit
 from nanochat.parquet_source import ParquetSource
 from nanochat.run_dir import (
     RowLosses,
@@ -323,6 +324,42 @@ def test_a_run_takes_no_other_flags_of_training(run_dir):
     assert "--seed: a run has its own settings" in err
 
 
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["rows", "--step=3"],
+        ["spikes"],
+        ["ledger", "--step=7"],
+        ["find", "--text=e"],
+        ["find", "--document=shard_0.parquet:0"],
+        ["find", "--texts={items}"],
+    ],
+    ids=lambda argv: "-".join(argv)[:12],
+)
+def test_no_question_is_answered_with_rows_that_the_run_did_not_train_on(
+    run_dir, tmp_path, monkeypatch, argv
+):
+    """Regression: with another packer, wrong documents were shown beside the logged losses."""
+    items = tmp_path / "items.jsonl"
+    items.write_text(json.dumps({"text": "eight or more words that no document of it has"}) + "\n")
+    command_line = [argv[0], str(run_dir), *argv[1:]]
+    command_line = [word.format(items=items) for word in command_line]
+    if argv == ["spikes"]:
+        last = training.steps()[7]
+        monkeypatch.setattr(inspect_data, "ENOUGH", 4)
+        with open(training.log_file(), "a") as log:
+            log.write(json.dumps({**last, "loss": 99.0}) + "\n")
+    run(*command_line)
+    monkeypatch.setattr(BestFit, "_best", lambda packer, room: 0)  # which cuts every document
+    outcome = command(inspect_data.main, *command_line)
+    assert outcome.code == 1 and "the run trained on" in outcome.err, outcome.out
+    assert "code or the data has changed" in outcome.err and "parquet" not in outcome.out
+    assert (
+        "digests differ from the log"
+        in command(inspect_data.main, "digest", str(run_dir), "--steps=3:8").err
+    )
+
+
 @pytest.mark.parametrize("step", [4, 5])
 def test_cursors_with_a_wrong_length_are_named(run_dir, step):
     cursors = read_cursors(cursor_files(run_dir)[4])[1]
@@ -542,6 +579,17 @@ def test_a_document_is_found_in_the_rows_that_a_run_and_its_ancestors_trained_on
     monkeypatch.setattr(RunReader, "parent_dir", None)
     run("find", "child", f"--document={document}")
     assert "fork of text@15, which is not here: its steps are not searched" in caplog.text
+
+
+def test_a_spike_soon_after_a_fork_is_compared_with_the_steps_of_the_fork(killed):
+    """Regression: an error, because steps before the fork are in the run that it continues."""
+    training.succeed(
+        **RUNS["text"],
+        **{"model_tag": "child", "data_path": killed.folder / "text", "fork_from": "text@15"},
+        **{"curriculum": killed.folder / "mix.yaml", "num_iterations": 18, "leaves": 2},
+    )
+    child = run_stream.open_stream_of(training.run_dir("child"))
+    assert inspect_data.compare_rows(child, 17).judged == 8
 
 
 @pytest.fixture
@@ -976,6 +1024,11 @@ def test_rows_after_a_halt_are_said_to_be_those_with_allow_bucket_exhaustion(
         assert "runs dry" not in caplog.text
         run(name, "run", ahead)
         assert caplog.text.count(warned) == 1
+        assert f"halted with step {halt - 1}; step {halt} would come after it" in caplog.text
+        assert "lies ahead" not in caplog.text, "no launch takes it with these settings"
+        with mock.patch.object(Stream, "bucket_of", lambda stream, lane, row: None):  # all are dry
+            err = command(inspect_data.main, name, "run", ahead).err
+        assert "the data runs out before this step" in err and "samples" not in err
         caplog.clear()
         flags = training.flags(**settings)
         run(name, *flags, ahead, "--allow-bucket-exhaustion")

@@ -740,7 +740,9 @@ def ledger_table(
         f"'bos': inserted tokens; 'repeated': the overlap of windows;\n"
         f"'emitted': in rows; 'cropped': dropped; 'pending': not in rows yet; "
         f"'padded': in rows, of no document. 'rows': packed;\n"
-        f"'epochs': completed by at least one lane; 'cropped %': share of emitted + cropped."
+        f"'epochs': the highest that a lane reads, from 0; with fewer documents than lanes, "
+        f"some begin with a later one;\n"
+        f"'cropped %': share of emitted + cropped."
     )
     if note:
         text += f"\n{note}"

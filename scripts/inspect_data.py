@@ -83,17 +83,23 @@ AROUND = 8  # steps before a spike that define the usual loss of a bucket
 WORST = 3  # rows shown per spike, and documents shown per row
 # if a larger share of a step's rows stands out, the weights may be the cause, and not these rows
 NEARLY_ALL = 0.9
-LEGEND = """\
-lane_row: the row's number in its lane; {loss}at: position in the row; tokens: how many are in the row
+EPOCH = (
+    "the number of the shuffle; with fewer documents than lanes, some lanes begin with a later one"
+)
+LEGEND = f"""\
+lane_row: the row's number in its lane; {{loss}}at: position in the row; tokens: how many are in the row
 off: how many of them have no loss: the first ones after BOS, which an earlier row holds, too, or masked ones
 (--text shows them as [no loss: ...]); group: part of the file; document, document_in_group: number among those of the
 file and group that the run trains on, which are fewer with --val-fraction or --min-chars; line: in your own file
-epoch: pass over the data; start, stop: its tokens from start to before stop; of: all it has; numbers count from 0"""
-FIND_LEGEND = """\
-epoch: pass over the data; row: its number in the step; lane: the virtual reader; start, stop: its tokens from start
-to before stop are in the row; loss: the row's mean; numbers count from 0"""
-GROUPS_LEGEND = """\
-epochs: passes over the data; rows: how many use it; tokens: how many of its tokens are in them; loss: their mean;
+epoch: {EPOCH}
+start, stop: its tokens from start to before stop; of: all it has; numbers count from 0"""
+FIND_LEGEND = f"""\
+epoch: {EPOCH}
+row: its number in the step; lane: the virtual reader; start, stop: its tokens from start to before stop are in the row;
+loss: the row's mean; numbers count from 0"""
+GROUPS_LEGEND = f"""\
+epoch: {EPOCH}
+rows: how many use it; tokens: how many of its tokens are in them; loss: their mean;
 step:row: which rows, the first and the last of many; numbers count from 0; --json prints every row"""
 SEEN_LEGEND = """\
 shared, of: how many of the item's n-grams are in the document, and how many it has; steps: those that trained on some

@@ -192,9 +192,9 @@ def test_text_is_that_of_the_rows_tokens(corpus, monkeypatch):
     assert table.split()[:4] == ["step", "row", "lane", "lane_row"] and "--row=N" not in table
     monkeypatch.setattr(inspect_data, "LINES", 5)
     many = run("rows", "--step=3", "--text", *stream_flags(corpus, "split")).splitlines()
-    assert len(many) == 1 + 2 * 5 + 1 + 5 and many[-6].startswith("5 of the step's ")
-    assert many[-5:] == table.splitlines()[-5:]
-    legend = "; " + "; ".join(many[-5:])
+    assert len(many) == 1 + 2 * 5 + 1 + 6 and many[-7].startswith("5 of the step's ")
+    assert many[-6:] == table.splitlines()[-6:]
+    legend = "; " + "; ".join(many[-6:])
     unexplained = [name for name in many[0].split() if not re.search(rf"[,;] {name}[,:]", legend)]
     assert unexplained == ["step", "row", "lane", "bucket", "file"], "explained by the name itself"
 
@@ -373,6 +373,24 @@ def test_cursors_with_a_wrong_length_are_named(run_dir, step):
 
 
 # ---- ledger --------------------------------------------------------------------------------------
+
+
+def test_with_fewer_documents_than_lanes_a_later_epoch_is_not_called_a_pass(tmp_path):
+    """Regression: of one book and four lanes, "epochs 3: completed by at least one lane"."""
+    write_parquet(tmp_path / "book/a.parquet", ["one book " * 400])
+    write_parquet(tmp_path / "book/b.parquet", ["held out " * 40])
+    settings = {"data_path": tmp_path / "book", "long_docs": "split", "lanes": 4}
+    with training.workplace(tmp_path, **{**training.SMALL, **settings, "num_iterations": 2}):
+        training.succeed()
+        run_dir = training.run_dir()
+        ledger = run("ledger", run_dir)
+        rows = run("rows", run_dir, "--step=0")
+        found = run("find", run_dir, "--document=a.parquet:0")
+        summed_up = inspect_data.GROUPS_LEGEND
+    assert re.search(r"epochs +cropped %\n.* 3 ", ledger), "the case"
+    for shown in (ledger, rows, found, summed_up):
+        assert "with fewer documents than lanes" in shown
+        assert "completed by" not in shown and "over the data" not in shown
 
 
 def test_the_ledger_of_a_run_is_that_of_its_newest_save_and_an_unbalanced_one_is_an_error(

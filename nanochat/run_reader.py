@@ -49,6 +49,7 @@ from nanochat.run_state import (
     STATE_NAME,
     heartbeat_age_s,
     logged_progress,
+    logged_skips,
     read_mirror_state,
     read_state,
 )
@@ -412,19 +413,25 @@ class RunReader:
         logged = [step["peak_memory_bytes"] for step in self.steps if step.get("peak_memory_bytes")]
         return max(logged, default=None)
 
-    @cached_property
+    @property
     def val_bpb(self) -> dict[int, float]:
-        """{steps done: bits per byte} for each validation that has a value, and is on as much text
-        as the newest one: results on other amounts cannot be compared with it."""
-        results: dict[int, tuple[float, object]] = {}
+        """{steps done: bits per byte} of those `validations` that have a value."""
+        bpb = {step: event["bpb"] for step, event in self.validations.items()}
+        return {step: value for step, value in bpb.items() if value is not None}
+
+    @cached_property
+    def validations(self) -> dict[int, LogRecord]:
+        """{steps done: event} of each validation on as much text as the newest one: results on other
+        amounts cannot be compared with it."""
+        results: dict[int, tuple[LogRecord, object]] = {}
         for launch in self.launches:
             changed = launch.started.get("changed") or {}
             amount = changed.get("eval_tokens", self.config.get("eval_tokens"))
             for event in launch.events:
-                if event["event"] == "val" and event["bpb"] is not None:
-                    results[event["step"]] = event["bpb"], amount
+                if event["event"] == "val":
+                    results[event["step"]] = event, amount
         newest = results[max(results)][1] if results else None
-        of_newest = {step: bpb for step, (bpb, amount) in results.items() if amount == newest}
+        of_newest = {step: event for step, (event, amount) in results.items() if amount == newest}
         return dict(sorted(of_newest.items()))
 
     def axes(self) -> dict[str, list[float]]:
@@ -631,6 +638,8 @@ class RunReader:
             "checkpoint": self.newest_checkpoint() or state["checkpoint"],
             "mirror": self._mirror(state["step"] if alive == "alive" else None),
         }
+        if status["fork"] and state.get("skipped"):  # its state counts those of its ancestors, too
+            status["skipped"] = logged_skips(self.run_dir)
         if alive == "dead":
             remedy = self.damaged_tokens() or "the same command resumes the run"
             status |= logged_progress(self.run_dir)  # the last state may be older than the log

@@ -555,9 +555,11 @@ def test_a_stop_before_the_first_step_is_logged_as_a_stop_and_not_as_a_failure(m
     assert events("failed") == [] and training.state()["status"] == "stopped"
 
 
-def test_the_state_of_a_resumed_run_has_the_last_validation_from_the_start(monkeypatch):
+def test_the_state_of_a_resumed_run_has_its_figures_from_the_start(monkeypatch):
+    """Regression: a resume that failed at its first step had no loss, tokens and skipped steps."""
     succeed(**{**SHORT, "eval_every": 2})
-    last = training.state()["val_bpb"]
+    before = training.state()
+    last = before["val_bpb"]
     seen = []
     monkeypatch.setattr(
         base_train, "one_step", lambda *args: seen.append(training.state()) or 1 / 0
@@ -565,6 +567,9 @@ def test_the_state_of_a_resumed_run_has_the_last_validation_from_the_start(monke
     with pytest.raises(ZeroDivisionError):
         training.run(**{**SHORT, "eval_every": 5, "num_iterations": 8})
     assert (seen[0]["val_bpb"], seen[0]["val_step"]) == (last, 4)
+    for name in ("tokens", "loss", "skipped"):
+        assert seen[0][name] == before[name] is not None
+    assert training.state()["status"] == "failed" and training.state()["tokens"] == before["tokens"]
 
 
 def test_a_save_that_is_finished_while_a_run_fails_is_logged(monkeypatch):

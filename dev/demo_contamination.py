@@ -177,8 +177,8 @@ def seen_plainly(run_dir: Path, items: Sequence[tuple[str, seen.Item]]) -> set[I
     opened = run_stream.open_stream_of(run_dir)
     found: set[ItemName] = set()
     with opened.stream_at(0) as stream:
-        for _ in range(opened.run.num_steps):
-            for row in stream.next_rows(opened.rows_per_lane):
+        for step in range(opened.run.num_steps):
+            for row in opened.take(stream, step):
                 words = words_of(opened.data.tokenizer.decode(row.tokens.tolist()))
                 for length in lengths:
                     for at in range(len(words) - length + 1):

@@ -770,7 +770,7 @@ class Saver:
                 )
             reason = (
                 f"{reason}; {f'{kept} is kept' if kept else 'no good checkpoint is left'}. Make room or fix the "
-                f"permissions, then run the same command again"
+                f"permissions, then run the same command again (without --resume)"
             )
             return SaveOutcome(reason, fatal=OSError(e.errno or errno.EIO, reason))
         except Exception as e:

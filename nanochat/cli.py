@@ -228,7 +228,8 @@ class Parser(argparse.ArgumentParser):
         which has all settings."""
         path = value_of(given, "--config")
         values = {} if path is None else self._read_flags(path)
-        is_of_run = "derived" in values
+        # that of an imported run has nothing derived
+        is_of_run = not {"derived", "tokenizer_fingerprint"}.isdisjoint(values)
         if is_of_run:
             values = self.of_run(values, Path(path or "").parent)
         inherited = self._inherited_by(values, given)

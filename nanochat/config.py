@@ -482,8 +482,9 @@ class Settings(
 
     @property
     def curriculum_tokens(self) -> int:
-        """Duration of all phases of the curriculum together, in tokens; 0 without a curriculum."""
-        return 0 if self.mix is None else sum(phase.duration_tokens for phase in self.mix.phases)
+        """Duration of all phases of the curriculum together, in tokens; 0 without a curriculum, or if
+        its last phase has none."""
+        return 0 if self.mix is None else self.mix.tokens
 
     @property
     def curriculum_begin(self) -> int:
@@ -494,8 +495,8 @@ class Settings(
 
     @property
     def curriculum_end(self) -> int:
-        """The tokens of the run at which its curriculum ends; 0 without a curriculum."""
-        return 0 if self.mix is None else self.curriculum_begin + self.curriculum_tokens
+        """The tokens of the run at which its curriculum ends; 0 if none does."""
+        return self.curriculum_begin + self.curriculum_tokens if self.curriculum_tokens else 0
 
     @property
     def tag(self) -> str:
@@ -893,7 +894,8 @@ def _longer_last_phase(then: Curriculum | None, now: Curriculum | None) -> str:
     after = now.phases[-1].duration_tokens
     if before == after:
         return ""
-    return f"--curriculum: its last phase had {before:,} tokens, now {after:,}"
+    had, has = ["no end" if n is None else f"{n:,} tokens" for n in (before, after)]
+    return f"--curriculum: its last phase had {had}, now {has}"
 
 
 def settings_table() -> str:

@@ -11,7 +11,8 @@ Curricula: which buckets each phase mixes, and which bucket each row therefore c
     allow_budget_mismatch: false      # true: training may be longer or shorter than all phases together
 
 A weight is a share of rows. Weights need not sum to 1. A phase lasts floor(duration_tokens / (T V))
-rows of each of the V lanes. The last phase never ends.
+rows of each of the V lanes. The last phase never ends. It may leave out duration_tokens: then
+--num-iterations decides how long the run is.
 
 `Mixer` computes the bucket of row k of lane l directly, without the buckets of earlier rows:
 
@@ -118,11 +119,13 @@ class Phase:
     ValueError for values that cannot be mixed.
     """
 
-    duration_tokens: int
+    duration_tokens: int | None  # None: to the end of the run, for the last phase only
     mix: dict[str, int | float]  # {bucket: weight}, sorted by name
 
     def __post_init__(self) -> None:
-        duration = _number(self.duration_tokens, "duration_tokens", whole=True, minimum=1)
+        duration = self.duration_tokens
+        if duration is not None:
+            duration = int(_number(duration, "duration_tokens", whole=True, minimum=1))
         for bucket in self.mix:
             if not isinstance(bucket, str):
                 raise ValueError(
@@ -180,6 +183,12 @@ class Curriculum:
             raise ValueError(
                 "curriculum: no phases, expected a list of phases, each with duration_tokens and mix"
             )
+        for number, phase in enumerate(self.phases[:-1], 1):
+            if phase.duration_tokens is None:
+                raise ValueError(
+                    f"phase {number}: duration_tokens: missing, expected a whole number >= 1; only the last phase "
+                    f"may leave it out"
+                )
         limits: dict[str, int] = {}
         for bucket, limit in self.max_epochs.items():
             if bucket not in self.buckets:
@@ -198,6 +207,12 @@ class Curriculum:
                 if weight:
                     mixed.add(bucket)
         return sorted(mixed)
+
+    @property
+    def tokens(self) -> int:
+        """The duration of all phases together; 0 if the last one has none."""
+        durations = [phase.duration_tokens for phase in self.phases]
+        return 0 if None in durations else sum(map(int, filter(None, durations)))
 
     def epochs(self, bucket: str) -> int:
         """Maximum number of passes over a bucket; 0 = unlimited."""
@@ -222,9 +237,13 @@ class Curriculum:
                 )
 
     def phase_rows(self, T: int, V: int) -> list[int]:
-        """Each phase's length in rows per lane. ValueError if a phase has none."""
+        """Each phase's length in rows per lane, 0 for a phase without duration. ValueError if another
+        one has no row."""
         lengths = []
         for number, phase in enumerate(self.phases, 1):
+            if phase.duration_tokens is None:
+                lengths.append(0)
+                continue
             rows = phase.duration_tokens // (T * V)
             if rows == 0:
                 raise ValueError(
@@ -257,9 +276,7 @@ class Curriculum:
         for number, phase in enumerate(value[list_name], 1):
             _check_fields(phase, f"phase {number}", PHASE, {})
             try:
-                if "duration_tokens" not in phase:
-                    raise ValueError("duration_tokens: missing, expected a whole number >= 1")
-                phases.append(Phase(**phase))
+                phases.append(Phase(phase.get("duration_tokens"), phase["mix"]))
             except ValueError as e:
                 raise ValueError(f"phase {number}: {e}") from None
         others = {key: value[key] for key in OPTIONAL if key in value}

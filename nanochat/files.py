@@ -4,7 +4,7 @@ The files that a data path names: which of them are data, and which are not read
     DIR/web/a.parquet                        data: its suffix is one that --data-format reads
     DIR/code -> /disk/code                   a link to a folder: followed, like a folder
     DIR/b.jsonl -> ../blobs/1f3a (missing)   a dangling link: an error, because data would silently be missing
-    DIR/_temporary/0/part-0.parquet          hidden: a name below DIR begins with _ or .
+    DIR/_temporary/0/part-0.parquet          hidden: a name below DIR begins with . or, as text, with _
     DIR/README.txt  DIR/c.csv                not read: text about the data; a kind that no source reads
     PREFIX,PREFIX                            token files, listed without their suffixes
 
@@ -508,11 +508,12 @@ def _list_folder(path: AnyPath, data_format: str, suffixes: Sequence[str]) -> Li
 
 
 def is_hidden(name: PurePath, data_format: str = "text") -> bool:
-    """Whether a relative path is hidden: one of its names begins with _, as in Spark's _temporary.
-    (Megatron's own tools write a pair _text_document if their prefix is a folder, so names of token
-    files may begin with _.)"""
-    parts = name.parts if data_format == "text" else name.parts[:-1]
-    return any(part.startswith("_") for part in parts)
+    """Whether a relative path is hidden: as text, one of its names begins with _; in any other format,
+    it is in a folder of NOTES. (Megatron's own tools write a pair _text_document if their prefix is a
+    folder, and source code has names such as __init__.py and _internal/.)"""
+    if data_format == "text":
+        return any(part.startswith("_") for part in name.parts)
+    return not NOTES.isdisjoint(name.parts)
 
 
 def _is_hidden_source(name: PurePath) -> bool:

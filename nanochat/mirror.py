@@ -52,7 +52,7 @@ from nanochat.mirror_marks import Mark, Piece, outdated, piece_of, read_marks
 from nanochat.mirror_owner import Lease, claim_mirror
 from nanochat.mirror_store import as_file, open_store
 from nanochat.pins import DATA_MANIFEST
-from nanochat.run_dir import CONFIG_NAME, PLAN_NAME, is_run_dir, open_regular
+from nanochat.run_dir import CONFIG_NAME, PLAN_NAME, but_resume, is_run_dir, open_regular
 from nanochat.run_owner import last_owner
 from nanochat.run_state import MIRROR_NAME, PROCESS, read_mirror_state, renew_state
 from nanochat.steps import Mirror
@@ -245,12 +245,13 @@ class RunMirror(Mirror):
         if is_left and not self.lease.lost:
             reason = f"; {self._problem}" if self._problem else ""
             log.warning(
-                "%s: the end of the run is not copied yet (%.1f MB of %s are left%s); the same command on this "
-                "machine copies it",
+                "%s: the end of the run is not copied yet (%.1f MB of %s are left%s); the same command%s on "
+                "this machine copies it",
                 self.store.where,
                 self._state["bytes_left"] / 1e6,
                 self._state["pending"],
                 reason,
+                but_resume(vars(self.settings)),
             )
 
     def _has_work(self) -> bool:

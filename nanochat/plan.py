@@ -340,11 +340,11 @@ def _sample_group(source: Source, group: int) -> Sampled:
 class Lengths:
     """A source's documents as lengths.
 
-    For much text, lengths are drawn from a sample. `plenty`: whether the bucket has far more tokens
-    than requested.
+    For much text, lengths are drawn from a sample, and for token files, too, if `sample` is given.
+    `plenty`: whether the bucket has far more tokens than requested.
     """
 
-    def __init__(self, source: Source, config: StreamConfig):
+    def __init__(self, source: Source, config: StreamConfig, sample: Sample | None = None):
         self.source = source
         self.plenty = False
         self.entries = int(source.groups.sum())
@@ -356,7 +356,9 @@ class Lengths:
         self.locate = source.locate
         # targets that are off make no difference to lengths
         self.without: dict[int, np.ndarray] = {}
-        self.sample = None if source.lengths_known else Sample(source)
+        self.sample = sample
+        if sample is None and not source.lengths_known:
+            self.sample = Sample(source)
         self.is_estimate = self.sample is not None and not self.sample.is_whole
         self.windows = False  # whether some documents repeat tokens of others
         self.documents, self.tokens, self.num_rows = self._totals(config)
@@ -635,14 +637,8 @@ def _bucket_plan(
     halts_at_once = account is not None and exact and asked > 0 and not account["rows"]
     exact = exact and not halts_at_once
     if account is None or not exact:
-        rows_of_lane = -(-asked // (config.T * config.V))
-        if halts_at_once:  # because some lane is without documents
-            num_lanes = config.V
-        else:
-            # a few rows of one lane would say little: a long document in it may be a third of them
-            num_lanes = min(config.V, max(1, SAMPLE_ROWS // max(1, rows_of_lane)))
-        num_rows = min(rows_of_lane, -(-SAMPLE_ROWS // num_lanes))
-        account = _sample(config, bucket, lengths, range(num_lanes), num_rows, begin)
+        # if it halts at once, some lane is without documents
+        account = sample_rows(config, bucket, lengths, asked, begin, all_lanes=halts_at_once)
     return BucketPlan(
         documents=lengths.documents,
         tokens=lengths.tokens,
@@ -657,16 +653,24 @@ def _bucket_plan(
     )
 
 
-def _sample(
+def sample_rows(
     config: StreamConfig,
     bucket: str,
     lengths: Lengths,
-    lanes: Sequence[int],
-    num_rows: int,
-    begin: Sequence[Cursor],
+    asked: int,
+    begin: Sequence[Cursor] = (),
+    *,
+    all_lanes: bool = False,
 ) -> dict[str, int]:
-    """A bucket's account of the first `num_rows` rows of each of these lanes, after the cursors `begin`
-    of a fork."""
+    """A bucket's account of up to about SAMPLE_ROWS of the rows that hold `asked` tokens, after the
+    cursors `begin` of a fork."""
+    rows_of_lane = -(-asked // (config.T * config.V))
+    # a few rows of one lane would say little: a long document in it may be a third of them
+    num_lanes = min(config.V, max(1, SAMPLE_ROWS // max(1, rows_of_lane)))
+    if all_lanes:
+        num_lanes = config.V
+    num_rows = min(rows_of_lane, -(-SAMPLE_ROWS // num_lanes))
+    lanes = range(num_lanes)
     begun = {cursor["lane"]: cursor for cursor in begin if bucket in cursor["buckets"]}
     cursors = []
     for lane in lanes:

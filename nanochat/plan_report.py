@@ -19,18 +19,22 @@ from nanochat.plan import (
     ERROR,
     LITTLE_READ,
     BucketPlan,
+    Lengths,
     Plan,
     Sample,
     Starting,
+    crops,
     dry_soon_after,
     lanes_that_suffice,
     lanes_without_repeats,
     make_run_plan,
     repeating_lanes,
+    sample_rows,
     share_sizes,
 )
 from nanochat.run_order import stream_config
 from nanochat.sources import RunData, Source
+from nanochat.stream import token_share
 
 log = logging.getLogger(__name__)
 
@@ -39,10 +43,6 @@ MOST_CROPPED = 0.9  # a larger share is refused, unless --plan says otherwise
 MUCH_WITHOUT_LOSS = 0.3  # the same for the share of tokens in rows that are repeated
 MOST_WITHOUT_LOSS = 0.9
 LITTLE_USABLE = 0.5  # a smaller share of what a dry bucket has is usable: its lanes are too many
-DRY_WAYS = (
-    "shorten the run, give the bucket less weight, allow more passes (max_epochs in the curriculum), or "
-    "continue without it once it is dry (--allow-bucket-exhaustion)"
-)
 
 
 def rehearse(start: Starting, data: RunData) -> Plan:
@@ -54,24 +54,29 @@ def rehearse(start: Starting, data: RunData) -> Plan:
     print0("\n".join(plan_lines(plan)))
     # cropping may be why a bucket runs dry
     lanes = fewer_lanes(plan, start, data)
-    why = refusal(plan, start) or problem(plan, lanes)
+    resumes = bool(start.config)
+    why = refusal(plan, start) or problem(plan, lanes, resumes=resumes)
     if why and start.settings.plan == "error":
         raise ValueError(why)
     notes = [*warnings(plan, lanes), *repeats(plan, start, data)]
-    likely = likely_problem(plan, lanes)
+    likely = likely_problem(plan, lanes, resumes=resumes)
     for line in filter(None, [*notes, *close_calls(plan, start, data), why, likely]):
         log.warning("%s", line)
     return plan
 
 
 def print_passes(start: Starting, data: RunData) -> None:
-    """For a run without a curriculum: print the size of its data in tokens and its passes over
-    them, exact for files that are not large, otherwise estimated from a few hundred documents. Its
-    data cannot run dry, so only `binned` rows need a plan. ValueError with --plan=error if nearly
-    all of a new run's tokens would be cropped."""
+    """For a run without a curriculum: print the size of its data in tokens, exact for files that are
+    not large, otherwise estimated from a few hundred documents, and its passes over them. What is
+    cropped is measured in rows, as in a plan: many documents are cropped to fill rows that are longer
+    than they are. Its data cannot run dry, so only `binned` rows need a plan. ValueError with
+    --plan=error if nearly all of a new run's tokens would be cropped."""
     settings = start.settings
     [(bucket, source)] = data.train.items()
     T = settings.max_seq_len
+    config = stream_config(settings)
+    assert isinstance(config, StreamConfig), "no other order has a plan"
+    trained = start.horizon.total_tokens
     sample = Sample(source)
     about = "" if sample.is_whole else "about "
     lengths = sample.lengths
@@ -79,11 +84,12 @@ def print_passes(start: Starting, data: RunData) -> None:
     # what a pass over the data puts into rows
     emitted = sample.total(lengths)
     cropped = without_loss = 0.0
-    if settings.packing == "bestfit" and settings.long_docs == "crop":
-        emitted = sample.total(np.minimum(lengths, T + 1))
-        cropped = 1 - emitted / sample.total(lengths)
+    if crops(config):
+        account = sample_rows(config, bucket, Lengths(source, config, sample), trained)
+        cropped = token_share(account, "cropped")
+        emitted *= 1 - cropped
         again = np.minimum(again, T + 1)
-        without_loss = sample.total(again) / emitted
+        without_loss = sample.total(again) / sample.total(np.minimum(lengths, T + 1))
     elif settings.packing == "bestfit":
         # each continuation is BOS, overlap and up to T - overlap new tokens
         beyond = np.maximum(lengths - T - 1, 0)
@@ -95,8 +101,9 @@ def print_passes(start: Starting, data: RunData) -> None:
     if why and settings.plan == "error" and _is_new(start):
         raise ValueError(why)
     tokens = round(sample.total(lengths - 1 - sample.repeated))  # without BOS
-    trained = start.horizon.total_tokens
-    passes = trained / emitted
+    # the last token of a row of concat is the next one's first
+    per_row = T if settings.packing == "concat" else T + 1
+    passes = trained / T * per_row / emitted
     shown = f"{passes:.2g}"
     repeating = _repeats("its data", start, bucket, source, passes)
     if repeating:
@@ -193,15 +200,23 @@ def _tokens_for_rows(bucket: BucketPlan) -> float:
     return bucket.tokens * bucket.max_epochs * (1 - bucket.cropped)
 
 
-def _ways(plan: Plan, lanes: str) -> str:
-    """What to do about a bucket that runs dry; `lanes`: see `fewer_lanes`."""
-    ways = DRY_WAYS
-    if plan.allowed:
-        ways = "shorten the run, or allow more passes (max_epochs)"
-    return f"{lanes}; or {ways}" if lanes and _lanes_starve(plan) else ways
+def _ways(plan: Plan, lanes: str, *, resumes: bool) -> str:
+    """What to do about a bucket that runs dry; `lanes`: see `fewer_lanes`. A resume keeps its
+    curriculum."""
+    ways = ["shorten the run"]
+    if resumes:
+        ways.append("continue it with another curriculum as a fork (--fork-from)")
+    elif not plan.allowed:
+        ways.append("give the bucket less weight")
+    if not resumes:
+        ways.append("allow more passes (max_epochs in the curriculum)")
+    if not plan.allowed:
+        ways.append("continue without it once it is dry (--allow-bucket-exhaustion)")
+    text = f"{', '.join(ways[:-1])}, or {ways[-1]}"
+    return f"{lanes}; or {text}" if lanes and _lanes_starve(plan) else text
 
 
-def problem(plan: Plan, lanes: str = "") -> str:
+def problem(plan: Plan, lanes: str = "", *, resumes: bool = False) -> str:
     """A sentence that says why the run will not reach its last step; `lanes`: see `fewer_lanes`.
 
     Empty if it will, and for an estimate.
@@ -209,11 +224,11 @@ def problem(plan: Plan, lanes: str = "") -> str:
     if not plan.halt or plan.estimate:
         return ""
     why = f"the run halts before step {plan.steps:,} of {plan.num_steps:,}: {plan.halt}"
-    why += f"; {_ways(plan, lanes)}"
+    why += f"; {_ways(plan, lanes, resumes=resumes)}"
     return why if plan.allowed else f"{why}, or train up to that step with --plan warn"
 
 
-def likely_problem(plan: Plan, lanes: str = "") -> str:
+def likely_problem(plan: Plan, lanes: str = "", *, resumes: bool = False) -> str:
     """A sentence that says why the run will probably not reach its last step.
 
     Empty if it probably will, and for an exact plan.
@@ -222,7 +237,7 @@ def likely_problem(plan: Plan, lanes: str = "") -> str:
         return ""
     return (
         f"by this estimate, the run halts before step {plan.steps:,} of {plan.num_steps:,}; "
-        f"{_ways(plan, lanes)}"
+        f"{_ways(plan, lanes, resumes=resumes)}"
     )
 
 
@@ -305,7 +320,7 @@ def warnings(plan: Plan, lanes: str = "") -> list[str]:
             f"tokens, and {bucket.usable:,} are usable with {counted(plan.V, 'lane')}"
         )
         if bucket.trained > 0 and bucket.repeated > 0.005:
-            line += f" ({bucket.repeated:.0%} of them overlap)"
+            line += f" ({bucket.repeated:.0%} of what it trains on is overlap)"
         if plan.crops and 0.005 < bucket.cropped <= MUCH_CROPPED:
             line += f"; {bucket.cropped:.1%} are cropped (--long-docs=split would use them)"
         if plan.allowed:
@@ -338,8 +353,8 @@ def reading_notes(
     notes = []
     if cropped > MUCH_CROPPED:
         notes.append(
-            f"{about}{cropped:.0%} of the tokens of {data} are cropped, because their documents are longer "
-            f"than a row; --long-docs=split crops none, a longer --max-seq-len crops fewer"
+            f"{about}{cropped:.0%} of the tokens of {data} are cropped, where documents do not fit into what is left "
+            f"of a row; --long-docs=split crops none, a longer --max-seq-len crops fewer"
         )
     if without_loss > MUCH_WITHOUT_LOSS:
         notes.append(_without_loss_sentence(data, without_loss, about))
@@ -363,8 +378,9 @@ def reading_notes(
 def plan_lines(plan: Plan) -> list[str]:
     """The plan as lines of text."""
     tokens_per_step = plan.rows_per_step * plan.T
-    title = f"plan: {plan.num_steps:,} steps of {tokens_per_step:,} tokens from {counted(plan.V, 'lane')}"
     first_step = plan.phases[0]["first_step"]
+    steps = counted(plan.num_steps - first_step, "step")
+    title = f"plan: {steps} of {tokens_per_step:,} tokens from {counted(plan.V, 'lane')}"
     if first_step:
         title += f", from step {first_step:,} on"
     if plan.estimate:

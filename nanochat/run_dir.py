@@ -241,7 +241,8 @@ def setting_texts(values: Sequence[object]) -> list[str]:
 
 
 def around_difference(texts: Sequence[str]) -> list[str]:
-    """Texts that differ, of which only a part that differs is left if they are long."""
+    """Texts that differ, of which only a part that differs is left if they are long. It begins with a
+    whole phrase if one begins near the difference."""
     if max(map(len, texts)) <= WIDEST:
         return [*texts]
     same = 0
@@ -250,6 +251,9 @@ def around_difference(texts: Sequence[str]) -> list[str]:
             break
         same += 1
     begin = max(0, same - WIDEST // 2)
+    if begin:
+        phrases = [match.end() for match in re.finditer("[;,] ", texts[0][:same])]
+        begin = max([begin, *phrases])
     parts = []
     for text in texts:
         part = text[begin : begin + WIDEST]
@@ -274,7 +278,10 @@ def curriculum_text(value: object) -> str:
     phases: list[str] = []
     for phase, mix in zip(value["phases"], mixes):
         unit = "" if phases else " tokens"
-        phases.append(f"{show(phase.get('duration_tokens'))}{unit} of {mix}")
+        duration = phase.get("duration_tokens")
+        phases.append(
+            f"{mix} to the end" if duration is None else f"{show(duration)}{unit} of {mix}"
+        )
     parts = [f"{counted(len(phases), 'phase')}: {', then '.join(phases)}"]
     limits = value.get("max_epochs")
     for bucket, limit in limits.items() if isinstance(limits, dict) else ():
@@ -462,7 +469,7 @@ class Backlog:
             raise OSError(
                 error.errno,
                 f"{self._path}: {self._what} cannot be written ({reason_of(error)}); free some "
-                f"space and run the same command again",
+                f"space and run the same command again (without --resume)",
             ) from error
         if error is not None and not self._warned:
             log.warning(
@@ -663,6 +670,15 @@ def config_at(run_dir: Path, step: float) -> dict[str, Any]:
     config = read_config(run_dir)
     changed = newest_events(run_dir, step).get("started", {}).get("changed") or {}
     return config | {name: value for name, value in changed.items() if name in config}
+
+
+def but_resume(settings: Mapping[str, Any]) -> str:
+    """What the command of a launch with these settings has to leave out to resume its run, as the end
+    of a phrase, such as ' without --resume=scratch --force'; '' if it resumes the run as it is."""
+    resume = settings.get("resume", "auto")
+    if resume == "auto":
+        return ""
+    return f" without --resume={resume}{' --force' * bool(settings.get('force'))}"
 
 
 def step_in(selector: str | None) -> float:

@@ -205,10 +205,10 @@ def event_sentences(run: RunReader) -> list[str]:
     for bucket, event in dry.items():
         lanes = counted(event["lanes"], "lane")
         sentences.append(f"Bucket {bucket} ran dry, at step {event['step']:,} in {lanes}.")
-    skipped = run.named("skipped")
+    skipped = run.steps_not_applied
     if skipped:
         steps = counted(len(skipped), "step")
-        sentences.append(f"It did not apply {steps}, most recently step {skipped[-1]['step']:,}.")
+        sentences.append(f"It did not apply {steps}, most recently step {max(skipped):,}.")
     return sentences
 
 

@@ -21,6 +21,7 @@ numbered on from there. Its config.json records the parent, which may be deleted
 
 import contextlib
 import logging
+import math
 import statistics
 import time
 from collections.abc import Iterator, Mapping
@@ -36,7 +37,9 @@ from nanochat.run_dir import (
     PLAN_NAME,
     Fork,
     RowLosses,
+    but_resume,
     checkpoint_folders,
+    config_at,
     cursor_files,
     find_run_at,
     is_step,
@@ -50,9 +53,11 @@ from nanochat.run_state import (
     STATE_NAME,
     heartbeat_age_s,
     logged_progress,
+    logged_skips,
     read_mirror_state,
     read_state,
 )
+from nanochat.steps import Outcome
 
 log = logging.getLogger(__name__)
 
@@ -360,6 +365,12 @@ class RunReader:
         return {event["step"] for event in self.named("skipped")}
 
     @property
+    def steps_without_targets(self) -> set[int]:
+        """Those of the `steps_not_applied` in which no target had a loss."""
+        skipped = self.named("skipped")
+        return {event["step"] for event in skipped if event.get("why") == Outcome.EMPTY.value}
+
+    @property
     def row_losses(self) -> RowLosses:
         """The losses of rows; `read(step)` reads those of a step."""
         check_shape(self.config, {"total_batch_size": int}, self.run_dir / CONFIG_NAME)
@@ -464,19 +475,25 @@ class RunReader:
         logged = [step["peak_memory_bytes"] for step in self.steps if step.get("peak_memory_bytes")]
         return max(logged, default=None)
 
-    @cached_property
+    @property
     def val_bpb(self) -> dict[int, float]:
-        """{steps done: bits per byte} for each validation that has a value, and is on as much text
-        as the newest one: results on other amounts cannot be compared with it."""
-        results: dict[int, tuple[float, object]] = {}
+        """{steps done: bits per byte} of those `validations` that have a value."""
+        bpb = {step: event["bpb"] for step, event in self.validations.items()}
+        return {step: value for step, value in bpb.items() if value is not None}
+
+    @cached_property
+    def validations(self) -> dict[int, LogRecord]:
+        """{steps done: event} of each validation on as much text as the newest one: results on other
+        amounts cannot be compared with it."""
+        results: dict[int, tuple[LogRecord, object]] = {}
         for launch in self.launches:
             changed = launch.started.get("changed") or {}
             amount = changed.get("eval_tokens", self.config.get("eval_tokens"))
             for event in launch.events:
-                if event["event"] == "val" and event["bpb"] is not None:
-                    results[event["step"]] = event["bpb"], amount
+                if event["event"] == "val":
+                    results[event["step"]] = event, amount
         newest = results[max(results)][1] if results else None
-        of_newest = {step: bpb for step, (bpb, amount) in results.items() if amount == newest}
+        of_newest = {step: event for step, (event, amount) in results.items() if amount == newest}
         return dict(sorted(of_newest.items()))
 
     def axes(self) -> dict[str, list[float]]:
@@ -709,8 +726,13 @@ class RunReader:
             "checkpoint": self.newest_checkpoint() or state["checkpoint"],
             "mirror": self._mirror(state["step"] if alive == "alive" else None),
         }
+        if status["fork"] and state.get("skipped"):  # its state counts those of its ancestors, too
+            status["skipped"] = logged_skips(self.run_dir)
         if alive == "dead":
-            remedy = self.damaged_tokens() or "the same command resumes the run"
+            but = ""
+            with contextlib.suppress(OSError, ValueError):
+                but = but_resume(config_at(self.run_dir, math.inf))
+            remedy = self.damaged_tokens() or f"the same command{but} resumes the run"
             status |= logged_progress(self.run_dir)  # the last state may be older than the log
             status |= {
                 "shown": "dead",
@@ -818,7 +840,9 @@ def ledger_table(
         f"'bos': inserted tokens; 'repeated': the overlap of windows;\n"
         f"'emitted': in rows; 'cropped': dropped; 'pending': not in rows yet; "
         f"'padded': in rows, of no document. 'rows': packed;\n"
-        f"'epochs': completed by at least one lane; 'cropped %': share of emitted + cropped."
+        f"'epochs': the highest that a lane reads, from 0; with fewer documents than lanes, "
+        f"some begin with a later one;\n"
+        f"'cropped %': share of emitted + cropped."
     )
     if note:
         text += f"\n{note}"

@@ -7,7 +7,7 @@ What follows from the settings of a run: its model, its memory, and every automa
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -15,11 +15,12 @@ from typing import Any
 import torch
 
 from nanochat.common import show
-from nanochat.config import Settings, current, known_settings
+from nanochat.config import Settings, current, flag, known_settings
 from nanochat.dataloader import StepLayout, default_leaves
 from nanochat.fp8 import convert
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.order import MAX_LANES, default_lanes, fed_lanes
+from nanochat.packing import LAYOUTS, Binned, Packer
 from nanochat.pins import Manifest, counts_and_means
 from nanochat.run_dir import curriculum_text
 from nanochat.schedule import REFERENCE_DEPTH, Horizon, resolve_horizon
@@ -204,6 +205,13 @@ def _check_budget(settings: Settings, horizon: Horizon) -> None:
     """ValueError if a curriculum is longer or shorter than the run. A fork may end before the phases
     that it inherits do, and prints a note then: so it may cut out a spike, or take smaller steps."""
     budget, total = settings.curriculum_end, horizon.total_tokens
+    if not budget:
+        if settings.num_iterations < 1 and settings.target_flops <= 0:
+            raise ValueError(
+                "--curriculum: its last phase has no duration_tokens, so it does not say how long the run is; "
+                "give the phase a duration, or name --num-iterations"
+            )
+        return
     fits = abs(total - budget) <= horizon.total_batch_size
     is_allowed = settings.mix is not None and settings.mix.allow_budget_mismatch
     changes = (settings.fork or {}).get("changes")
@@ -227,7 +235,8 @@ def ends_early(settings: Settings, horizon: Horizon) -> bool:
 
 def how_to_extend(settings: Settings, horizon: Horizon) -> str:
     """What makes a run longer, as an imperative."""
-    is_any_length_allowed = settings.mix is None or settings.mix.allow_budget_mismatch
+    mix = settings.mix
+    is_any_length_allowed = mix is None or not mix.tokens or mix.allow_budget_mismatch
     if is_any_length_allowed or ends_early(settings, horizon):
         return "raise --num-iterations"
     return (
@@ -250,6 +259,38 @@ def derive(settings: Settings, horizon: Horizon) -> dict[str, Any]:
         "weight_decay_scaled": horizon.weight_decay_scaled,
         **{f"params_{k}": v for k, v in model.num_scaling_params().items()},
     }
+
+
+def without_effect(settings: Settings, named: Collection[str]) -> list[str]:
+    """The settings among `named` that have no effect, because of another one, each with the reason."""
+    packer = LAYOUTS[settings.packing]
+    never_splits = packer.of.__func__ in (Packer.of.__func__, Binned.of.__func__)  # type: ignore[attr-defined]
+    crops = settings.packing == "bestfit" and settings.long_docs == "crop"
+    has_steps = settings.num_iterations > 0
+    has_flops = settings.target_flops > 0
+    has_tokens = settings.curriculum_end > 0
+    rules = [
+        ("long_docs", never_splits, f"with --packing={settings.packing}"),
+        ("overlap", never_splits, f"with --packing={settings.packing}"),
+        ("overlap", crops, "with --long-docs=crop"),
+        ("target_flops", has_steps, "with --num-iterations"),
+        ("target_param_data_ratio", has_steps, "with --num-iterations"),
+        ("target_param_data_ratio", has_flops and not has_steps, "with --target-flops"),
+        (
+            "target_param_data_ratio",
+            has_tokens and not (has_steps or has_flops),
+            "with --curriculum",
+        ),
+        ("warmdown_ratio", settings.warmdown_steps >= 0, "with --warmdown-steps"),
+        (
+            "core_metric_max_per_task",
+            settings.core_metric_every <= 0,
+            "without --core-metric-every",
+        ),
+        ("allow_bucket_exhaustion", settings.mix is None, "without --curriculum"),
+        ("force", settings.resume != "scratch", "without --resume=scratch"),
+    ]
+    return [f"{flag(name)} ({why})" for name, is_idle, why in rules if is_idle and name in named]
 
 
 def describe_memory(parts: dict[str, int]) -> str:

@@ -193,6 +193,12 @@ def logged_progress(run_dir: Path) -> dict[str, Any]:
     }
 
 
+def logged_skips(run_dir: Path) -> int:
+    """The number of steps that a run itself did not apply, without those of a fork's ancestors."""
+    records = iter_log(run_dir / "logs" / "train.jsonl", containing=b'"skipped"')
+    return len({record["step"] for record in records if record.get("event") == "skipped"})
+
+
 # what a launch with --mirror-to writes about its mirror
 MIRROR = {
     "mirror": str,

@@ -6,8 +6,9 @@ say about step N.
     step 1234:                     restore 1000, pack 234 steps, and the next one is it
 
 Nothing is trained: `Opened.stream_at` packs rows as the run did, so any step of a long run takes
-seconds. A receipt and plain flags of a run that does not exist can be opened, too
-(scripts/inspect_data.py).
+seconds. The digest of each step that the run has taken is compared with its log: if code or data has
+changed since, there is an error instead of the wrong documents. A receipt and plain flags of a run
+that does not exist can be opened, too (scripts/inspect_data.py).
 """
 
 import logging
@@ -76,11 +77,40 @@ class Opened:
         gone = ", which is not here" if owner.run is None else ""
         return f"ask {owner.name}{gone}, whose step {step} it continues"
 
+    def pack(self, stream: AnyStream, step: int) -> list[Row]:
+        """The rows of a step, from a stream that stands before it. ValueError if there are too few."""
+        rows = stream.next_rows(self.rows_per_lane)
+        if len(rows) < self.rows_per_step:
+            raise ValueError(f"step {step}: the data runs out before this step")
+        return rows
+
+    def take(self, stream: AnyStream, step: int) -> list[Row]:
+        """`pack`. ValueError if these are not the rows that the run trained on."""
+        rows = self.pack(stream, step)
+        digest = f"{sum(row.digest(i) for i, row in enumerate(rows)) % 2**64:016x}"
+        logged = self.run.digests.get(step, digest)
+        if logged != digest:
+            raise ValueError(
+                f"{self.run.run_dir}: packed again, step {step} has rows with digest {digest}, but the run trained "
+                f"on {logged}: the code or the data has changed since then, so the answer would be wrong; use the "
+                f"code and the data of the run (inspect_data digest shows which steps differ)"
+            )
+        return rows
+
+    def check_from(self, step: int) -> None:
+        """ValueError if a trained step, packed again from the nearest save before it, would have
+        other rows than the run trained on. Only the first step after that save is packed."""
+        saved = self.run.nearest_cursors(step)
+        first = saved[0] if saved else self.first_step
+        with self.stream_at(first) as stream:
+            self.take(stream, first)
+
     @contextmanager
-    def stream_at(self, step: int) -> Iterator[Any]:
+    def stream_at(self, step: int, *, checked: bool = True) -> Iterator[Any]:
         """The stream of all lanes after `step` steps. A ValueError, even one raised while the
         caller reads, names the saved cursors that packing began with, because they may be
-        damaged. Warns at the end if the run halts before it can take the steps that were read."""
+        damaged. Warns at the end if the run halts before it can take the steps that were read.
+        `checked`: see `take`."""
         if step < self.first_step:
             raise ValueError(
                 f"step {step}: {self.run.name} begins with step {self.first_step}; {self._who_took(step)}"
@@ -101,10 +131,11 @@ class Opened:
                 )
             ) as stream:
                 pace = Pace(step - done)
-                for _ in tqdm(
-                    range(step - done), desc=f"packing from step {done}", unit="step", disable=None
+                pack = self.take if checked else self.pack
+                for at in tqdm(
+                    range(done, step), desc=f"packing from step {done}", unit="step", disable=None
                 ):
-                    stream.next_rows(self.rows_per_lane)
+                    pack(stream, at)
                     if rest := pace.rest_after_step():
                         log.info(
                             "packing steps %s to %s takes %s more", f"{done:,}", f"{step:,}", rest
@@ -183,11 +214,9 @@ def step_digests(opened: Opened, steps: range, W: int) -> Iterator[tuple[int, li
     for rank in range(W):
         layout = StepLayout(opened.config.V, opened.rows_per_step, 1, rank, W)
         rank_of |= dict.fromkeys(layout.lanes, rank)
-    with opened.stream_at(steps.start) as stream:
+    with opened.stream_at(steps.start, checked=False) as stream:
         for step in steps:
-            rows = stream.next_rows(opened.rows_per_lane)
-            if len(rows) < opened.rows_per_step:
-                raise ValueError(f"step {step}: the data runs out before this step")
+            rows = opened.pack(stream, step)
             parts = [0] * W
             for i, row in enumerate(rows):
                 parts[rank_of[row.lane]] += row.digest(i)

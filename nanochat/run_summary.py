@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import PurePosixPath
 
+import numpy as np
 import torch
 
 from nanochat.checkpoint import list_checkpoints
@@ -20,27 +21,33 @@ from nanochat.dataloader import StepLayout
 from nanochat.dist import peak_memory, write_memory
 from nanochat.files import FORMATS, data_at, paths_in
 from nanochat.fork import describe_fork
+from nanochat.order import StreamConfig, open_order
 from nanochat.pins import Manifest, not_searched
-from nanochat.run_dir import CONFIG_NAME, Fork, mix_text
+from nanochat.run_dir import CONFIG_NAME, Fork, but_resume, mix_text
+from nanochat.run_order import stream_config
 from nanochat.run_settings import (
     derive,
     describe_memory,
     device_memory,
     ends_early,
     estimate_memory,
+    without_effect,
 )
+from nanochat.schedule import Schedule
 from nanochat.splits import (
     describe_split,
     files_of,
     last_file_validates,
     or_divide,
     validated_by_name,
+    warn_of_trained_copies,
 )
 from nanochat.start_run import Run, Start
 
 log = logging.getLogger(__name__)
 
 WIDTH = 100  # characters of a line
+LOW_PEAK = 0.9  # a run whose learning rates rise to less than this share of their peak says so
 
 
 def print_split(run: Run) -> None:
@@ -60,9 +67,10 @@ def print_split(run: Run) -> None:
     for root in sorted({str(manifest["root"]) for manifest in val.values()} - roots):
         if root.startswith("hf://"):
             print0(f"data for validation: {root}")
-    for note in _pinned_notes(run):
+    for note in (*_pinned_notes(run), *_joined_notes(run)):
         print0(f"note: {note}")
-    reads = f"this run trains on {run.horizon.total_tokens:,} tokens"
+    kind = "run" if settings.fork is None else "fork"
+    reads = f"this {kind} trains on {run.horizon.own_tokens:,} tokens"
     # a fork keeps the validation files of its parent, and a curriculum may leave out a bucket
     decides = not run.config and settings.fork is None and settings.val_path is None
     reads_all = val.keys() <= train.keys() or settings.mix is None
@@ -78,6 +86,8 @@ def print_split(run: Run) -> None:
         ),
         sep="\n",
     )
+    if not run.config and settings.val_fraction == 0:
+        warn_of_trained_copies(run.data.manifests)
     unseen = [bucket for bucket in train if bucket not in val]
     if unseen and val.keys() & train.keys():
         why = "no validation file of its own; name one with --val-path"
@@ -102,6 +112,29 @@ def print_split(run: Run) -> None:
             f"--without-documents={listed}: {files} not searched for it: {few(unsearched)}; to leave out "
             f"documents of all files, make a new list with scripts.validate --decontaminate"
         )
+
+
+def _joined_notes(run: Run) -> Iterator[str]:
+    """Where a new fork reads the documents of the files that it adds to a bucket, see
+    `order.JoinedOrder`."""
+    config = stream_config(run.settings)
+    if run.parent is None or run.cursors is None or not isinstance(config, StreamConfig):
+        return
+    theirs = run.parent.manifests["train"]
+    for bucket, source in run.data.train.items():
+        before = theirs[bucket].get("joined", ()) if bucket in theirs else ()
+        if len(source.joined) <= len(before):
+            continue
+        added = int(source.groups[source.joined[-1].first_group :].sum())
+        order = open_order(source, bucket=bucket, config=config)
+        epochs = {cursor["lane"]: cursor["buckets"][bucket]["epoch"] for cursor in run.cursors}
+        left = sum(len(order.share(lane, epoch)) for lane, epoch in epochs.items())
+        note = f"{counted(added, 'document')} joined {bucket}, at random places among the {left:,} left of this pass"
+        if config.curriculum is None:
+            mean = np.average(source.means, weights=source.groups)
+            share = run.horizon.own_tokens / (left * mean)
+            note += f", of which the fork reads about {min(1.0, share):.0%}"
+        yield note
 
 
 def _pinned_notes(run: Run) -> Iterator[str]:
@@ -143,11 +176,16 @@ def _folders_in(manifests: Mapping[str, Manifest], root: str) -> str:
 
 
 def print_summary(
-    start: Start, layout: StepLayout, device: torch.device, typed: Sequence[str]
+    start: Start,
+    layout: StepLayout,
+    device: torch.device,
+    typed: Sequence[str],
+    named: Sequence[str] = (),
 ) -> None:
     """Print what is about to run: its settings, how a step is divided, and what to know about it.
 
-    `typed`: the settings that the command line or its --config file names.
+    `named`: the settings that the command line or its --config file names. `typed`: those that have
+    other values than the defaults, and those of a run's config.json in their place.
     """
     if start.config:
         _print_changes(start)
@@ -165,7 +203,7 @@ def print_summary(
     if room is not None:
         needed = describe_memory(estimate_memory(start.settings, room))
         print0(f"{needed}; {room / 1e9:,.1f} GB available")
-    for note in _notes(start, layout, device):
+    for note in (*settings_notes(start, named), *_notes(start, layout, device)):
         print0(f"note: {note}")
     fork = Fork.of(start.settings.fork)
     if start.parent is not None and fork is not None:
@@ -211,6 +249,21 @@ def _print_wrapped(what: str, text: str) -> None:
     print0("\n".join(lines))
 
 
+def settings_notes(start: Start, named: Sequence[str]) -> Iterator[str]:
+    """What may surprise somebody about the settings of a run. `named`: see `print_summary`."""
+    settings = start.settings
+    idle = without_effect(settings, named)
+    if idle:
+        yield f"without effect: {', '.join(idle)}"
+    schedule = Schedule.of(settings, start.horizon.num_iterations, peak_weight_decay=0.0)
+    highest = schedule.highest_lr()
+    if highest < LOW_PEAK and start.step < settings.warmup_steps:
+        yield (
+            f"the learning rates rise to x{highest:.2f} only, because the run ends or they fall before "
+            f"--warmup-steps={settings.warmup_steps} are over"
+        )
+
+
 def _notes(start: Start, layout: StepLayout, device: torch.device) -> Iterator[str]:
     """What may surprise somebody about this launch."""
     with contextlib.suppress(OSError):  # a system may not know its load
@@ -220,6 +273,8 @@ def _notes(start: Start, layout: StepLayout, device: torch.device) -> Iterator[s
                 f"the load of this machine is {load:.1f} on {counted(cores, 'core')}. Threads then wait for "
                 f"each other, which can make a step ten times as long. OMP_NUM_THREADS=1 avoids that"
             )
+    if but := but_resume(vars(start.settings)):
+        yield f"each launch of this command begins at step {start.step:,}; the command{but} resumes the run"
     if layout.num_leaves % layout.world_size:
         yield (
             f"{layout.world_size} processes do not divide {layout.num_leaves} leaves: same data, but "
@@ -301,5 +356,5 @@ def explain_out_of_memory(start: Start, device: torch.device) -> Iterator[None]:
         raise ValueError(
             f"out of GPU memory: {figures}; {kept}. Lower --device-batch-size (now "
             f"{settings.device_batch_size}), or add --activation-checkpointing, and run the "
-            f"command again ({str(e).partition(chr(10))[0][:200]}){snapshot}"
+            f"command again{but_resume(vars(settings))} ({str(e).partition(chr(10))[0][:200]}){snapshot}"
         ) from e

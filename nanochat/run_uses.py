@@ -157,6 +157,11 @@ class Ancestry:
                 passes.append(Pass(epoch, uses[0].lane, uses, length=0))
         return passes
 
+    def check(self, documents: Sequence[Traced]) -> None:
+        """ValueError if rows that are packed again are not those that the runs trained on."""
+        passes = [one_pass for traced in documents for one_pass in traced.passes]
+        check_packing(self.spans, [use.step for one_pass in passes for use in one_pass.uses])
+
     def losses(self, step: int) -> list[float | None] | None:
         """The losses of a step's rows, None if they were not recorded, or are corrupt."""
         owner = next(span.opened for span in self.spans if span.opened.first_step <= step)
@@ -317,6 +322,18 @@ def _open_parent(opened: Opened, gaps: list[str]) -> Opened | None:
         return None
 
 
+def check_packing(spans: Sequence[Span], steps: Sequence[int]) -> None:
+    """ValueError if what was found in some steps of a run and its ancestors, whose lanes were packed
+    again, rests on other rows than they trained on. Compared is the first step after the save from
+    which the first one, and the last one, of each run was packed; without one, its last step."""
+    for span in spans:
+        first = span.opened.first_step
+        of_run = [step for step in steps if first <= step < span.end] or [span.end - 1]
+        for step in {min(of_run), max(of_run)}:
+            if step >= first:
+                span.opened.check_from(step)
+
+
 def training_files(opened: Opened) -> dict[str, str]:
     """{name: hash of what is pinned about it} of the files that a run trains on."""
     files: dict[str, str] = {}
@@ -388,4 +405,5 @@ def find_items(opened: Opened, benchmark: seen.Benchmark) -> dict[str, seen.Task
         hits += seen.search(data, benchmark.index, span.known)
     names = dict.fromkeys(hit.document.name for hit in hits if hit.split == seen.TRAIN)
     uses = item_uses(spans, benchmark, [*names])
+    check_packing(spans, [use["step"] for found in uses.values() for use in found])
     return benchmark.results(hits, uses, opened.run.num_steps, gaps)

@@ -625,10 +625,7 @@ def pin_files(
             every_file = list(chain.from_iterable(buckets.values()))
             check_format(str(roots[split]), every_file, data_format)
     folders = {split: root.folder for split, root in roots.items()}
-    manifests = scan_all(folders, files, selection, is_new=True)
-    if selection.val_fraction == 0:
-        _warn_of_trained_copies(manifests)
-    return manifests
+    return scan_all(folders, files, selection, is_new=True)
 
 
 def pin_validation(
@@ -643,7 +640,7 @@ def pin_validation(
     return scan_all({"val": data.folder}, {"val": files}, selection)["val"]
 
 
-def _warn_of_trained_copies(manifests: Manifests) -> None:
+def warn_of_trained_copies(manifests: Mapping[str, Mapping[str, Manifest]]) -> None:
     """Warn of validation files that are copies of training files, by their pins."""
     trained = {}
     for manifest in manifests["train"].values():

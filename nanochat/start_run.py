@@ -749,11 +749,15 @@ def begin_run(run: Run, guard: Guard) -> None:
     order_of(settings).shuffle(settings, run.data.train)
     if settings.resume == "scratch" and is_run_dir(run_dir):
         guard.set_aside()
+    progress = run.first_progress()
     guard.sign(
         num_iterations=run.horizon.num_iterations,
         step=run.step,
+        loss=progress.corrected_loss,
+        tokens=progress.tokens or None,
+        skipped=progress.skipped,
         checkpoint=run.checkpoint.path.name if run.checkpoint else None,
-        val_bpb=run.first_progress().val_bpb,
+        val_bpb=progress.val_bpb,
         val_step=run.events.get("val", {}).get("step"),
     )
     open_folders(run_dir)

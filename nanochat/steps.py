@@ -157,6 +157,11 @@ class Progress:
         self.train_time_s += step_s
         if totals.outcome is Outcome.APPLIED:
             self.smooth_loss = 0.9 * self.smooth_loss + 0.1 * totals.loss
+        return self.corrected_loss
+
+    @property
+    def corrected_loss(self) -> float:
+        """The smoothed loss of the applied steps, corrected for its start at 0; NaN if there are none."""
         num_applied = self.step - self.skipped
         return self.smooth_loss / (1 - 0.9**num_applied) if num_applied else math.nan
 

@@ -52,7 +52,7 @@ LEDGER = (  # the counts of a bucket
     "padded",  # tokens in rows, from no document
     "rows",  # packed
     "documents",  # read
-    "epochs",  # that the lane furthest ahead has finished
+    "epochs",  # the number of the epoch that the lane furthest ahead reads
 )
 # the counts of a feed that make up the ledger; row: how many this feed has packed
 FEED_SHAPE = dict.fromkeys(

@@ -22,8 +22,7 @@ read -r first second <<<"${BUCKETS:-web code}"
 mix() { # part, part: the path of a curriculum that mixes the two buckets
     local file="$NANOCHAT_BASE_DIR/$NAME-$1-$2.yaml"
     if [[ -z "${DRY_RUN:-}" ]]; then
-        echo "{allow_budget_mismatch: true, max_epochs: {$first: 0, $second: 0}," \
-            "curriculum: [{duration_tokens: 1_000_000_000_000, mix: {$first: $1, $second: $2}}]}" >"$file"
+        echo "{max_epochs: {$first: 0, $second: 0}, curriculum: [{mix: {$first: $1, $second: $2}}]}" >"$file"
     fi
     echo "$file"
 }

@@ -47,7 +47,7 @@ from nanochat.evaluations import log_core, log_ranks, log_samples, log_validatio
 from nanochat.fork import branch_off, stand_in
 from nanochat.model_code import code_of
 from nanochat.reduce import LeafAccumulator
-from nanochat.run_dir import Fork, find_run_at, is_run_dir, validations
+from nanochat.run_dir import Fork, but_resume, find_run_at, is_run_dir, validations
 from nanochat.run_guard import Guard
 from nanochat.run_journal import Journal, open_journal
 from nanochat.run_order import stream_config
@@ -112,7 +112,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return report_over(start, over)
         run = find_data(start, tokenizer, guard.rank)
         with build(run, guard) as (training, journal, saves):
-            announce(run, training, guard, journal, given, words)
+            announce(run, training, guard, journal, given, args.named, words)
             return loop(run, training, guard, journal, saves)
 
 
@@ -256,13 +256,14 @@ def announce(
     guard: Guard,
     journal: Journal,
     given: Settings,
+    named: Sequence[str],
     words: Sequence[str],
 ) -> None:
     """Print what is about to run, and log the command and the names of the settings it changed."""
     typed = [*given.differing()]
     if given.fork is not None:  # it inherits the others
         typed = [name for name in typed if name in given.fork["named"]]
-    print_summary(run, training.loader.layout, guard.device, typed)
+    print_summary(run, training.loader.layout, guard.device, typed, named)
     journal.event(
         "started",
         run.step,
@@ -615,15 +616,13 @@ def memory_in_use(device: torch.device) -> dict[str, int | None]:
 
 def report_stop(run: Run, progress: Progress, stop: Stop) -> int:
     """Say why the run has ended before its horizon, and what to do. Returns the exit code."""
+    again = f"the same command{but_resume(vars(run.settings))}"
     if stop.status == "halted":
         remedy = after_halt(run.run_dir.name, all_dry=stop.all_dry)
     elif progress.step > 0:
-        remedy = (
-            f"step {progress.step:,} of {run.horizon.num_iterations:,} is saved; the same command "
-            f"resumes the run"
-        )
+        remedy = f"step {progress.step:,} of {run.horizon.num_iterations:,} is saved; {again} resumes the run"
     else:
-        remedy = "no step was taken; the same command starts the run again"
+        remedy = f"no step was taken; {again} starts the run again"
     print0(f"{stop.status}: {stop.reason}; {remedy}")
     return EXIT_HALTED if stop.status == "halted" else 0
 

@@ -196,7 +196,7 @@ def read_series(run: RunReader, notes: list[str]) -> Series:
             continue
         lanes = {f"lane {i}": cursor for i, cursor in enumerate(cursors)}
         series.setdefault("cursors", {})[step] = lanes
-    for record in (*run.steps, *run.named("val")):
+    for record in (*run.steps, *run.validations.values()):
         values = record if is_step(record) else dict(flat_numbers(record))
         for name, value in values.items():
             group, _, _ = name.partition("/")
@@ -403,10 +403,19 @@ def summarize(parts: list[Part], notes: list[str]) -> tuple[bool, str]:
         )
         return False, same_rows + end
 
-    first = differing[0]  # all parts before it are equal
-    data_equal = parts[0].kind == "data" and first.kind != "data"
+    first = min(differing, key=when_it_shows)
+    of_data = [part for part in parts if part.kind == "data"]
+    data_equal = bool(of_data) and not any(part.gaps for part in of_data)
     same = "same data; " if data_equal else ""
     return False, same + first.text() + end
+
+
+def when_it_shows(part: Part) -> tuple[bool, float, bool]:
+    """A key that sorts differences by the step at which they appear. Other rates act after the loss
+    of their step, and other names of files on nothing."""
+    step = math.inf if part.first is None else part.first
+    of_update = part.name in (SERIES["rates"], SERIES["lr"])
+    return all(map(of_files, part.gaps)), step, of_update
 
 
 def first_differing_digest(a: Side, b: Side) -> int | None:
@@ -441,7 +450,10 @@ def with_ancestors(
             continue
         begin = max(parting.step, ancestor.first)
         stretch = range(begin, child.first)
+        amounts = {run.last_config.get("eval_tokens") for run in (ancestor.run, side.run) if run}
         for name, values in read_series(ancestor.run, notes).items():
+            if len(amounts) > 1 and SERIES.get(name.partition("/")[0]) == SERIES["bpb"]:
+                continue  # results on other amounts of text cannot be compared
             of_name = log.setdefault(name, {})
             of_name |= {step: value for step, value in values.items() if step in stretch}
         for step, path in saved_steps(ancestor.run.run_dir, notes).items():
@@ -604,7 +616,7 @@ def explain_left_out(a: Side, b: Side) -> str:
 
     opened = open_stream_of(a.run.run_dir)
     with opened.stream_at(step) as stream:
-        for row in stream.next_rows(opened.rows_per_lane):
+        for row in opened.take(stream, step):
             for place in places_in(opened, stream, row):
                 a_omits, b_omits = is_listed(place, listed_a), is_listed(place, listed_b)
                 if a_omits == b_omits:
@@ -722,7 +734,7 @@ def smoothing_note(a: Side, b: Side) -> str:
     """A sentence if a run did not apply some steps, whose losses are not in the smoothed one."""
     counts = []
     for name, side in (("a", a), ("b", b)):
-        steps = side.run.named("skipped") if side.run else []
+        steps = side.run.steps_not_applied if side.run else ()
         if steps:
             counts.append(f"{counted(len(steps), 'step')} of {name}")
     if not counts:

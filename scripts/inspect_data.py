@@ -81,19 +81,25 @@ DOCUMENTS, TRACED = 20, 200  # matches that --text shows, and that it follows th
 OUTLIER = 4  # robust deviations above the preceding steps
 AROUND = 8  # steps before a spike that define the usual loss of a bucket
 WORST = 3  # rows shown per spike, and documents shown per row
-# if a larger share of a step's rows stands out, they are not the cause of its spike
+# if a larger share of a step's rows stands out, the weights may be the cause, and not these rows
 NEARLY_ALL = 0.9
-LEGEND = """\
-lane_row: the row's number in its lane; {loss}at: position in the row; tokens: how many are in the row
+EPOCH = (
+    "the number of the shuffle; with fewer documents than lanes, some lanes begin with a later one"
+)
+LEGEND = f"""\
+lane_row: the row's number in its lane; {{loss}}at: position in the row; tokens: how many are in the row
 off: how many of them have no loss: the first ones after BOS, which an earlier row holds, too, or masked ones
 (--text shows them as [no loss: ...]); group: part of the file; document, document_in_group: number among those of the
 file and group that the run trains on, which are fewer with --val-fraction or --min-chars; line: in your own file
-epoch: pass over the data; start, stop: its tokens from start to before stop; of: all it has; numbers count from 0"""
-FIND_LEGEND = """\
-epoch: pass over the data; row: its number in the step; lane: the virtual reader; start, stop: its tokens from start
-to before stop are in the row; loss: the row's mean; numbers count from 0"""
-GROUPS_LEGEND = """\
-epochs: passes over the data; rows: how many use it; tokens: how many of its tokens are in them; loss: their mean;
+epoch: {EPOCH}
+start, stop: its tokens from start to before stop; of: all it has; numbers count from 0"""
+FIND_LEGEND = f"""\
+epoch: {EPOCH}
+row: its number in the step; lane: the virtual reader; start, stop: its tokens from start to before stop are in the row;
+loss: the row's mean; numbers count from 0"""
+GROUPS_LEGEND = f"""\
+epoch: {EPOCH}
+rows: how many use it; tokens: how many of its tokens are in them; loss: their mean;
 step:row: which rows, the first and the last of many; numbers count from 0; --json prints every row"""
 SEEN_LEGEND = """\
 shared, of: how many of the item's n-grams are in the document, and how many it has; steps: those that trained on some
@@ -181,8 +187,10 @@ def warn_untrained(opened: Opened, last: int) -> None:
     if last < trained:
         return
     where = f"{run_dir} has trained {counted(trained, 'step')}; step {last:,} lies ahead"
-    if opened.run.outcome == "completed":
-        where = f"{run_dir} ended with step {trained - 1:,}; {after_end}"
+    end_of_run = opened.run.launches[-1].end if opened.run.launches else ""
+    if end_of_run in ("completed", "halted"):
+        how = "ended" if end_of_run == "completed" else "halted"
+        where = f"{run_dir} {how} with step {trained - 1:,}; {after_end}"
     elif last >= end:
         where = f"{run_dir} will end with step {end - 1:,}; {after_end}"
     log.warning("%s, and is computed from the data", where)
@@ -255,9 +263,7 @@ def show_rows(opened: Opened, args: argparse.Namespace) -> int:
     lines: list[dict[str, Any]] = []
     texts: list[list[str]] = []  # the lines of each document's text
     with opened.stream_at(args.step) as stream:
-        rows = stream.next_rows(opened.rows_per_lane)
-        if not rows:
-            raise ValueError(f"step {args.step:,}: the order of samples ends before it")
+        rows = opened.take(stream, args.step)
         numbers = by_loss(losses) if losses else list(range(len(rows)))
         if args.row is not None:
             numbers = [number for number in numbers if number == args.row]
@@ -347,10 +353,12 @@ class SpikeRows(NamedTuple):
 def compare_rows(opened: Opened, step: int) -> SpikeRows:
     """The rows of a step, compared with those of their buckets in the AROUND + 1 steps up to it."""
     usual: dict[str, list[float]] = {}
-    first = max(0, step - AROUND)  # the steps from here on define the usual loss of each bucket
+    first = max(
+        opened.first_step, step - AROUND
+    )  # the steps from here on define the usual loss of each bucket
     with opened.stream_at(first) as stream:
         for at in range(first, step + 1):
-            rows = stream.next_rows(opened.rows_per_lane)
+            rows = opened.take(stream, at)
             losses = row_means(opened.run, at)
             for row, loss in zip(rows, losses):
                 if loss is not None and math.isfinite(loss):
@@ -366,7 +374,7 @@ def compare_rows(opened: Opened, step: int) -> SpikeRows:
             if not math.isfinite(above):
                 above = math.inf
             outliers += above >= OUTLIER * unit
-            line = {
+            line: dict[str, Any] = {
                 "row": number,
                 "lane": row.lane,
                 "bucket": row.bucket,
@@ -399,27 +407,24 @@ def documents_of(opened: Opened, stream: AnyStream, row: Row) -> list[dict[str, 
 
 def print_judged(steps: Sequence[Mapping[str, Any]], any_spike: bool) -> None:
     """Print which steps were compared with earlier ones, and how, if there is no spike."""
+    needed = f"a comparison needs {ENOUGH} earlier steps"
+    if len(steps) <= ENOUGH:
+        print(f"no step of {len(steps)} can be judged: {needed}")
+        return
     if not any_spike:
         before = min(WINDOW, len(steps) - 1)
-        reason = f"a comparison needs at least {ENOUGH} earlier steps"
-        if before >= ENOUGH:
-            reason = (
-                f"no loss or gradient norm is {OUTLIER} robust standard deviations above the median of the steps "
-                f"before it (at least {ENOUGH}, at most {before})"
-            )
-        print(f"no spike in {counted(len(steps), 'step')}: {reason}")
-    if steps:
-        first = steps[0]["step"]
-        last = steps[:ENOUGH][-1]["step"]
         print(
-            f"not judged: steps {first:,} to {last:,}, which have fewer than {ENOUGH} steps "
-            f"before them"
+            f"no spike in {counted(len(steps), 'step')}: no loss or gradient norm is {OUTLIER} robust standard "
+            f"deviations above the median of the steps before it (at least {ENOUGH}, at most {before})"
         )
+    last = steps[ENOUGH - 1]["step"]
+    print(f"not judged: steps {steps[0]['step']:,} to {last:,}; {needed}")
 
 
 def show_spikes(opened: Opened, args: argparse.Namespace) -> int:
     """Print the steps whose loss or gradient norm is an outlier, and the rows behind them."""
-    steps = opened.run.steps
+    empty = opened.run.steps_without_targets
+    steps = [step for step in opened.run.steps if step["step"] not in empty]
     scores: dict[str, np.ndarray] = {}
     for name in JUDGED:
         values = np.array([step.get(name) for step in steps], float)  # NaN for None
@@ -448,12 +453,12 @@ def show_spikes(opened: Opened, args: argparse.Namespace) -> int:
             line |= {"judged": rows.judged, "outliers": rows.outliers, "rows": rows.worst}
             print(json.dumps(finite(line), allow_nan=False))
         else:
-            print_spike(line, rows)
+            print_spike(line, rows, opened.run.name)
     return 0
 
 
-def print_spike(line: Mapping[str, Any], rows: SpikeRows) -> None:
-    """Print a spike, and a table of its rows."""
+def print_spike(line: Mapping[str, Any], rows: SpikeRows, run: str) -> None:
+    """Print a spike of a run, and a table of its rows."""
     parts = []
     for name in JUDGED:
         height = line[f"{name}_deviations"]
@@ -463,7 +468,7 @@ def print_spike(line: Mapping[str, Any], rows: SpikeRows) -> None:
         )
     print(f"step {line['step']:,}: {', '.join(parts)}")
     if rows.outliers:
-        print(blame(rows, line["step"]))
+        print(blame(rows, f"{run}@{line['step']}"))
     cells = []
     for row in rows.worst:
         documents = row["documents"]
@@ -479,13 +484,13 @@ def print_spike(line: Mapping[str, Any], rows: SpikeRows) -> None:
         )
 
 
-def blame(rows: SpikeRows, step: int) -> str:
-    """How many rows of a step stand out, and what follows if nearly all do."""
+def blame(rows: SpikeRows, place: str) -> str:
+    """How many rows of a step RUN@STEP stand out, and what may follow if nearly all do."""
     line = f"rows at least {OUTLIER} robust deviations above their bucket's median: {rows.outliers} of {rows.judged}"
     if rows.judged > 1 and rows.outliers > NEARLY_ALL * rows.judged:
         line += (
-            f"; the cause is not these rows, but the weights, which an update before step {step:,} damaged: fork from "
-            f"before it, with lower rates"
+            f"; either they are alike, as with one lane, or an earlier update damaged the weights: "
+            f"base_eval {place} --eval=bpb shows which"
         )
     return line
 
@@ -531,7 +536,9 @@ def named_documents(ancestry: Ancestry, args: argparse.Namespace) -> list[Traced
     if args.document is not None:
         data = {name: part.sources for name, part in parts.items()}
         name, document = find_document(data, args.document)
-        return [ancestry.trace(parts[name], document)]
+        traced = ancestry.trace(parts[name], document)
+        ancestry.check([traced])
+        return [traced]
     if not args.text:
         raise ValueError("--text: it is empty; pass some words from a document")
     used: list[Traced] = []
@@ -547,6 +554,7 @@ def named_documents(ancestry: Ancestry, args: argparse.Namespace) -> list[Traced
             break
     used.sort(key=lambda traced: traced.steps[0])
     found = used + others
+    ancestry.check(found)
     if not found:
         unsearched = f". {ancestry.gap_sentence()}" if ancestry.gaps else ""
         raise ValueError(

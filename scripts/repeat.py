@@ -6,7 +6,7 @@ Train one configuration with several seeds, and report whether a change exceeds 
 
 The flags after `--` are those of scripts.base_train. Each run is called NAME-seedS. Finished runs
 are reused and unfinished ones are resumed, so the command can be repeated at any time, even with
-more seeds.
+more seeds; with another length or --eval-tokens it needs another NAME.
 
     --vary=weights    each run has its own --seed (of the weights); all read the data in the same order
     --vary=data       each run has its own --data-seed; all start from the same weights
@@ -71,6 +71,7 @@ from nanochat.run_dir import run_path
 from nanochat.run_facts import validation_note, validation_text
 from nanochat.run_order import order_of
 from nanochat.run_reader import RunReader
+from nanochat.schedule import HorizonSettings
 from nanochat.text import TextSettings
 from scripts import base_train
 
@@ -82,6 +83,8 @@ ENOUGH_PAIRS = (
 # settings that name the files of a run, and that select their documents
 SELECTING = tuple(f.name for f in fields(TextSettings))
 OF_FILES = ("data_path", "val_path", "data_format", "curriculum", "without_documents", *SELECTING)
+# settings that a resume may change, and with which the results of runs cannot be pooled
+OF_LENGTH = (*(f.name for f in fields(HorizonSettings)), "curriculum")
 RECORD = {"name": str, "vary": str, "seeds": [int], "flags": [str], "bits_per_byte": [float]}
 
 
@@ -260,19 +263,38 @@ def check_code(run: RunReader, code: Mapping[str, str], who: str) -> None:
         )
 
 
+def check_settings(run: RunReader, settings: Settings, names: Sequence[str], retrain: str) -> None:
+    """ValueError if a launch of a run had other values of some settings than the command has.
+    `retrain`: what would be trained again with those of the command."""
+    ours = settings.to_json()
+    for config in (run.config, run.last_config):
+        for name in names:
+            if name in config and config[name] != ours[name]:
+                values = "is another one"
+                if name != "curriculum":
+                    values = f"was {config[name]!r} and is {ours[name]!r}"
+                raise ValueError(
+                    f"{flag(name)}: {run.name} has been trained, and its {name} {values}, so their results cannot be "
+                    f"compared; give the same, or train {retrain} under another --name"
+                )
+
+
 # ---- the runs ------------------------------------------------------------------------------------
 
 
 def check_before(
     runs: Sequence[RunReader], first: RunReader | None, settings: Settings, *, against: bool
 ) -> RunReader | None:
-    """`check_code` and `check_data` of the runs that have begun, and of the files that the others would read now.
-    Returns the run that all are compared with: `first`, else the first that has begun, if any."""
+    """`check_settings`, `check_code` and `check_data` of the runs that have begun, and of the files
+    that the others would read now. Returns the run that all are compared with: `first`, else the
+    first that has begun, if any."""
     begun = [] if settings.resume == "scratch" else [run for run in runs if run.manifests]
     first = first or next(iter(begun), None)
     if first is None:
         return None
+    check_settings(first, settings, ["eval_tokens"], "the base" if against else "all seeds")
     for run in begun:
+        check_settings(run, settings, ["eval_tokens", *OF_LENGTH], "all seeds")
         check_code(run, code_now(run.model_code), "this is")
         check_data(first, run.manifests, settings, run=run.name, against=against)
     if len(begun) < len(runs) and settings.fork_from is None:

@@ -42,7 +42,7 @@ import numpy as np
 from nanochat.cli import Parser, run_main
 from nanochat.common import Bits, check_shape, counted, few, hash_json, print0, table, write_bytes
 from nanochat.pins import fingerprint
-from nanochat.run_dir import CONFIG_NAME, find_run, list_runs
+from nanochat.run_dir import CONFIG_NAME, but_resume, config_at, find_run, list_runs
 from nanochat.run_facts import differing_code, validation_note
 from nanochat.run_reader import RunReader
 
@@ -244,9 +244,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             rows.append(row)
             runs.append(RunReader(run_dir))
             continue
-        print0(f"skipped: {run_dir.name} has not completed; the command that started it resumes it")
+        but = but_resume(config_at(run_dir, math.inf))
+        print0(
+            f"skipped: {run_dir.name} has not completed; the command that started it{but} resumes it"
+        )
     if not rows:
-        raise ValueError("no run has completed; repeat the commands that started them")
+        raise ValueError("no run has completed; resume one first")
     rows.sort(key=lambda row: (row["flops_budget"] or 0, row["params_scaling"], row["run"]))
 
     # the laws

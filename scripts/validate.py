@@ -46,7 +46,7 @@ from nanochat.run_dir import Fork, find_run_at, is_run_dir, run_path
 from nanochat.run_order import order_of
 from nanochat.run_owner import check_free
 from nanochat.run_settings import build_model, describe_memory, device_memory, estimate_memory
-from nanochat.run_summary import print_split
+from nanochat.run_summary import print_split, settings_notes
 from nanochat.start_run import Run, Start, complete_settings, find_data, inspect_run
 from nanochat.text import TEXT_FIELD
 
@@ -118,11 +118,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     settings, tokenizer = complete_settings(settings, args.world_size, device.type)
     ok(f"tokenizer {tokenizer.fingerprint}, {tokenizer.get_vocab_size():,} tokens")
     start, refused = inspect(settings, device, args.named)
-    model, num_steps = build_model(start.settings), start.horizon.num_iterations
+    model = build_model(start.settings)
+    num_steps = counted(start.horizon.own_steps, "step")
     ok(
-        f"configuration: {num_steps:,} steps of {start.settings.total_batch_size:,} tokens, "
+        f"configuration: {num_steps} of {start.settings.total_batch_size:,} tokens, "
         f"{sum(p.numel() for p in model.parameters()):,} parameters, {counted(args.world_size, 'process')}"
     )
+    for note in settings_notes(start, args.named):
+        print(f"note: {note}")
     if device.type == "cuda":
         parts = estimate_memory(start.settings, device_memory(device, args.world_size))
         ok(f"{describe_memory(parts)}, with --device-batch-size={start.settings.device_batch_size}")
@@ -177,6 +180,8 @@ def inspect(settings: Settings, device: torch.device, named: Sequence[str]) -> t
 
 def beginning(start: Start) -> str:
     """Where a run begins, in words."""
+    if start.parent:
+        return f"a new fork, from {start.parent.checkpoint.path}"
     if start.checkpoint:
         return f"resumes from {start.checkpoint.path}"
     return "restarts from step 0" if is_run_dir(start.run_dir) else "a new run"
@@ -192,8 +197,9 @@ def report_plan(plan: Plan, run: Run) -> bool:
         *close_calls(plan, run, run.data),
     ]:
         print(f"warning: {line}")
-    why = problem(plan, lanes) or refusal(plan, run)
-    likely = likely_problem(plan, lanes)
+    resumes = bool(run.config)
+    why = problem(plan, lanes, resumes=resumes) or refusal(plan, run)
+    likely = likely_problem(plan, lanes, resumes=resumes)
     if why:
         print(f"error: {why}")
     elif likely:

@@ -27,6 +27,7 @@ from nanochat.config import (
 from nanochat.integrations.megatron_settings import MegatronSettings
 from nanochat.old_flags import OLD_FLAGS
 from nanochat.run_dir import curriculum_text
+from nanochat.run_settings import without_effect
 from scripts.base_train import EVERYDAY
 from tests.spec.test_config import MIX, RUN, RUN_DIR, RUNS, changed, parse
 
@@ -396,6 +397,12 @@ def test_settings_of_older_versions_do_not_make_runs_differ():
     assert current({**megatron, "log_every": 1}) == megatron, "its split is no older setting"
 
 
+def test_the_config_json_of_an_imported_run_is_a_file_of_flags(tmp_path):
+    """Regression: "--world-size: unknown flag"."""
+    write_json(tmp_path / "config.json", RUN.to_json())  # without "derived"
+    assert parse(f"--config={tmp_path / 'config.json'}").depth == RUN.depth
+
+
 def test_the_config_json_of_a_run_with_removed_settings_is_a_file_of_flags(tmp_path):
     write_json(tmp_path / "config.json", {**RUN.to_json(), **OLD, "derived": {}})
     assert parse(f"--config={tmp_path / 'config.json'}") == RUN
@@ -440,7 +447,7 @@ def test_the_notation_and_last_duration_of_a_curriculum_may_change():
     settings, notices = resume_settings(then.to_json(), now, run_dir=RUN_DIR)
     assert settings == now
     before = MIX["phases"][-1]["duration_tokens"]
-    change = f"--curriculum: its last phase had {before:,} tokens, now 99"
+    change = f"--curriculum: its last phase had {before:,} tokens, now 99 tokens"
     assert [notice.change for notice in notices.values()] == [change]
     more = {**MIX, "phases": [*MIX["phases"], {"duration_tokens": 5, "mix": {"code": 1}}]}
     with pytest.raises(ValueError) as caught:
@@ -531,3 +538,32 @@ def test_a_reworded_sentence_changes_no_rule_of_a_resume_and_no_receipt(tmp_path
     rules = rules_of_settings(run_dir)
     assert json.loads(printed) == rules
     assert {*rules[1].values()} == {"allowed", "weights fit", "refused"}
+
+
+# ---- settings without effect ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ({"packing": "concat", "overlap": 16}, ["--overlap (with --packing=concat)"]),
+        ({"packing": "binned", "long_docs": "split"}, ["--long-docs (with --packing=binned)"]),
+        ({"overlap": 16}, ["--overlap (with --long-docs=crop)"]),
+        ({"overlap": 16, "long_docs": "split"}, []),
+        ({"target_flops": 1e9, "num_iterations": 5}, ["--target-flops (with --num-iterations)"]),
+        ({"target_flops": 1e9}, []),
+        (
+            {"warmdown_ratio": 0.5, "warmdown_steps": 3},
+            ["--warmdown-ratio (with --warmdown-steps)"],
+        ),
+        ({"core_metric_max_per_task": 9}, ["--core-metric-max-per-task (without"]),
+        ({"core_metric_max_per_task": 9, "core_metric_every": 5}, []),
+        ({"allow_bucket_exhaustion": True}, ["--allow-bucket-exhaustion (without --curriculum)"]),
+    ],
+)
+def test_a_named_setting_that_another_one_makes_idle_is_named(flags, expected):
+    """Regression: such settings were accepted without a word."""
+    found = without_effect(Settings(**flags), [*flags])
+    assert len(found) == len(expected)
+    assert all(idle.startswith(start) for idle, start in zip(found, expected))
+    assert without_effect(Settings(**flags), []) == [], "the parent's or the default's"

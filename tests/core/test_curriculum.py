@@ -92,8 +92,8 @@ MIX = ONE + "- duration_tokens: 1\n  mix: "
         ("curriculum: []\n", "no phases, expected a list"),
         ("curriculum:\n- web\n", "phase 1: expected an object, got a string"),
         (
-            ONE + "- mix: {web: 1}\n",
-            "phase 2: duration_tokens: missing, expected a whole number >= 1",
+            "curriculum:\n- mix: {web: 1}\n- {duration_tokens: 4, mix: {web: 1}}\n",
+            "phase 1: duration_tokens: missing, expected .*; only the last phase may leave it out",
         ),
         (
             ONE + "  duration_token: 4\n",

@@ -58,10 +58,13 @@ def workplace(tmp_path, data):
 
 
 def mix_file(phases, *, name="mix.yaml", **more):
-    """A curriculum of phases (steps, mix)."""
+    """A curriculum of phases (steps, mix); None steps: no duration."""
     path = run_dir().parents[1] / name
     value = {
-        "curriculum": [{"duration_tokens": length * STEP, "mix": mix} for length, mix in phases],
+        "curriculum": [
+            {"mix": mix} if length is None else {"duration_tokens": length * STEP, "mix": mix}
+            for length, mix in phases
+        ],
         **more,
     }
     path.write_text(json.dumps(value))
@@ -448,7 +451,7 @@ def test_a_resume_prints_a_last_phase_that_changes_the_length_and_no_setting_tha
     again = succeed(shorter, num_iterations=3)
     assert "nothing to do" in again.out and "ignored settings" not in again.out
     longer = mix_file([(2, {"web": 1}), (3, {"code": 1})], name="longer.yaml")
-    change = f"--curriculum: its last phase had {STEP:,} tokens, now {3 * STEP:,}"
+    change = f"--curriculum: its last phase had {STEP:,} tokens, now {3 * STEP:,} tokens"
     out = succeed(longer).out
     assert f"changed: {change} (moves the end of the run: schedules stretch or shrink" in out
     assert out.count("changed: ") == 1 and len(digests()) == 5
@@ -470,6 +473,25 @@ def test_a_budget_that_is_not_the_curriculums_is_refused_unless_allowed(workplac
     assert len(digests()) == 7 and rows("final") == {"web": 2 * ROWS, "code": 5 * ROWS}, (
         "the last phase never ends"
     )
+
+
+def test_a_last_phase_without_duration_lasts_as_long_as_the_run():
+    """A command that names --num-iterations had to repeat it as tokens."""
+    closed = mix_file([(2, {"web": 1}), (3, {"code": 1})], name="closed.yaml")
+    succeed(closed, model_tag="closed")
+    mix = mix_file([(2, {"web": 1}), (None, {"code": 1})])
+    refuse(mix, "last phase has no duration_tokens", "--num-iterations")
+    succeed(mix, num_iterations=5)
+    assert digests() == digests("closed")
+    assert "raise --num-iterations" in succeed(mix).out
+    succeed(mix, num_iterations=6)
+    assert rows("final") == {"web": 2 * ROWS, "code": 4 * ROWS}
+    assert "had 3,072 tokens, now no end" in succeed(mix, num_iterations=6, model_tag="closed").out
+    forked = {"fork_from": "run", "model_tag": "child"}
+    other = mix_file([(None, {"web": 1})], name="other.yaml")
+    out = succeed(other, num_iterations=8, **forked).out
+    assert "1 code to the end" not in out and "curriculum 1 web, then 1 code -> 1 web" in out
+    assert rows("final", "child") == {"web": 4 * ROWS}
 
 
 # ---- layouts and attention -----------------------------------------------------------------------

@@ -10,6 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from nanochat import files
 from nanochat.curriculum import Curriculum, Phase
 from nanochat.files import DataPath, data_at, find_files, list_files
 from nanochat.sources import check, open_source, scan
@@ -108,6 +109,19 @@ def test_a_pair_that_megatron_names_with_an_underscore_is_data(tmp_path):
     write_megatron(tmp_path / "_text_document", [[[1]]])
     write_megatron(tmp_path / "_temporary/b", [[[1]]])
     assert names_of(tmp_path, "megatron") == ["_text_document.bin"]
+
+
+def test_in_a_format_of_a_forks_own_files_and_folders_may_begin_with_an_underscore(
+    tmp_path, monkeypatch
+):
+    """Regression: _settings.py and __init__.py were read, but not the files in _internal/."""
+    monkeypatch.setattr(files, "_check_format_name", lambda name: None)  # nanochat/source_py.py
+    mine = ["__init__.py", "_internal/_parts.py", "_settings.py"]
+    write(tmp_path, *mine, ".hidden.py", "__pycache__/a.py", ".git/b.py")
+    listing = list_files(data_at(tmp_path), "py")
+    assert [str(path.relative_to(tmp_path)) for path in listing.data] == mine
+    [passed_over] = listing.ignored.values()
+    assert {path.name for path in passed_over} == {".hidden.py", "a.py"}
 
 
 @pytest.mark.parametrize("name", ["a.txt.gz", "a.TXT.zst"])
@@ -414,7 +428,7 @@ def test_files_without_documents_are_skipped_with_one_warning(tmp_path, caplog):
     assert [
         [entry["name"] for entry in pinned[split]["data"]["files"]] for split in ("train", "val")
     ] == [["b.parquet"], ["c.parquet"]]
-    message, _ = caplog.messages  # and that the two others are equal
+    [message] = caplog.messages
     for words in (str(tmp_path), "11 files", "a0.parquet, a1.jsonl, a2.jsonl.gz and 8 more"):
         assert words in message
 

@@ -457,8 +457,10 @@ def test_files_that_arrived_join_only_if_the_data_is_named(workplace):
     training.write_shard(workplace / "data" / "shard_0_new.parquet", training.texts(96, seed=9))
     fork(tag="null")
     assert digests("null", AT) == digests("parent")[AT:]
-    fork(data_path=workplace / "data", num_iterations=40)
+    out = fork(data_path=workplace / "data", num_iterations=40).out
     assert files_of("child") == [*files_of("parent"), "shard_0_new.parquet"]
+    [note] = [line for line in out.splitlines() if "96 documents joined data" in line]
+    assert "random places" in note and re.search(r"reads about [1-9]\d*%", note)
     files = {
         document["file"]
         for step in range(AT, 40)
@@ -547,6 +549,19 @@ def test_a_validation_file_may_be_a_copy_of_a_training_file(workplace, caplog, m
     assert files_of("anew") == ["0.parquet", "1.parquet", "2.parquet"]
 
 
+def test_the_validation_file_in_a_grown_copy_of_the_data_is_not_said_to_be_trained_on(
+    workplace, caplog
+):
+    """Regression: a fork was warned of copies that are taken out of its training files."""
+    warn_once.cache_clear()
+    shutil.copytree(workplace / "data", workplace / "grown")
+    training.write_shard(workplace / "grown/zz.parquet", training.texts(96, seed=9))
+    out = fork(data_path=workplace / "grown", num_iterations=40).out
+    assert files_of("child") == [*files_of("parent"), "zz.parquet"]
+    assert "which is trained on" not in caplog.text
+    assert f"this fork trains on {(40 - AT) * training.STEP:,} tokens" in out
+
+
 def test_validation_stays_the_same_when_files_join(workplace):
     training.write_shard(workplace / "data" / "shard_9.parquet", training.texts(96, seed=9))
     fork(data_path=workplace / "data")
@@ -561,11 +576,11 @@ def test_other_data_begins_anew_and_validation_may_change_with_it(workplace):
         training.write_shard(path, training.texts(96, seed=20 + number))
     validation = workplace / "other" / "part_2.parquet"
     outcome = fork(data_path=workplace / "other", val_path=validation)
-    assert "the fork does not go on with it" in outcome.out
+    [note] = [line for line in outcome.out.splitlines() if line.startswith("note: data: ")]
+    assert "does not go on with" in note and "beginning" in note
     ours = RunReader(training.run_dir("child"))
     first = f"validation bits per byte {ours.val_bpb[AT]:.6f} -> "
     assert first in outcome.out, "of the same text as its last ones"
-    assert "from its beginning" in outcome.out
     feeds = [cursor["buckets"] for cursor in ours.nearest_cursors(AT)[1]]
     assert all(feed["documents"] == 0 for of_lane in feeds for feed in of_lane.values())
     assert losses("child") != losses("parent")[AT:]
@@ -642,6 +657,10 @@ def test_validate_checks_a_fork_without_a_name():
     outcome = command(validate.main, f"--fork-from=parent@{AT}", "--matrix-lr=0.05")
     assert outcome.code == 0, outcome.err
     assert "name it with --model-tag" in outcome.out
+    own = f"{STEPS - AT} steps of {training.STEP:,} tokens"
+    said = [line.partition(own)[0] for line in outcome.out.splitlines() if own in line]
+    assert said == ["ok: configuration: ", "plan: "], "regression: with those of its parent"
+    assert "a new fork" in outcome.out and "resumes" not in outcome.out
 
 
 def test_rows_are_skipped_only_in_forks():

@@ -30,11 +30,12 @@ from nanochat import (
     start_run,
 )
 from nanochat.checkpoint import MODEL_NAME, load_checkpoint
-from nanochat.common import Stop
+from nanochat.common import Stop, read_json, write_json
 from nanochat.run_dir import read_log
 from nanochat.run_facts import sentences_about
 from nanochat.run_owner import OWNER_NAME
 from nanochat.run_reader import RunReader
+from nanochat.run_state import STATE_NAME
 from scripts import base_train, inspect_data, status
 from tests import crashes, training
 from tests.crashes import die, on_rank
@@ -101,6 +102,34 @@ def test_a_run_resumes_from_a_named_checkpoint_and_keeps_newer_ones(reference, t
     training.run_dir().with_name("link").symlink_to(training.run_dir())
     assert "completed" in succeed(resume=final(), model_tag="link").out
     assert state_of(final()) == reference["final"] and losses() == reference["losses"]
+
+
+@pytest.mark.parametrize(
+    "flags, left_out",
+    [
+        ({}, ""),
+        ({"resume": "scratch", "force": True}, " without --resume=scratch --force"),
+        ({"resume": "run@4"}, " without --resume=run@4"),
+    ],
+)
+def test_after_a_stop_the_remedy_is_the_command_that_resumes_the_run(
+    reference, monkeypatch, flags, left_out
+):
+    """Regression: "the same command resumes the run" after --resume=scratch --force, which begins
+    again each time, and after --resume=RUN@STEP."""
+    take_over(reference["path"], "checkpoint-4", "checkpoint-8")
+    with monkeypatch.context() as patch:
+        patch.setattr(run_guard.Guard, "reason", lambda guard: "SIGTERM")
+        lines = succeed(**flags).out.splitlines()
+    assert f"the same command{left_out} resumes the run" in lines[-1]
+    notes = [line for line in lines if line.startswith("note: ") and left_out in line]
+    assert not left_out or len(notes) == 1
+    state_path = training.run_dir() / STATE_NAME
+    write_json(state_path, {**read_json(state_path, {}), "status": "running"})
+    reason = RunReader(training.run_dir()).status()["reason"]
+    assert f"the same command{left_out} resumes the run" in reason
+    succeed()
+    assert state_of(final()) == reference["final"]
 
 
 @pytest.mark.parametrize("ends_at", [8, STEPS])
@@ -526,9 +555,11 @@ def test_a_stop_before_the_first_step_is_logged_as_a_stop_and_not_as_a_failure(m
     assert events("failed") == [] and training.state()["status"] == "stopped"
 
 
-def test_the_state_of_a_resumed_run_has_the_last_validation_from_the_start(monkeypatch):
+def test_the_state_of_a_resumed_run_has_its_figures_from_the_start(monkeypatch):
+    """Regression: a resume that failed at its first step had no loss, tokens and skipped steps."""
     succeed(**{**SHORT, "eval_every": 2})
-    last = training.state()["val_bpb"]
+    before = training.state()
+    last = before["val_bpb"]
     seen = []
     monkeypatch.setattr(
         base_train, "one_step", lambda *args: seen.append(training.state()) or 1 / 0
@@ -536,6 +567,9 @@ def test_the_state_of_a_resumed_run_has_the_last_validation_from_the_start(monke
     with pytest.raises(ZeroDivisionError):
         training.run(**{**SHORT, "eval_every": 5, "num_iterations": 8})
     assert (seen[0]["val_bpb"], seen[0]["val_step"]) == (last, 4)
+    for name in ("tokens", "loss", "skipped"):
+        assert seen[0][name] == before[name] is not None
+    assert training.state()["status"] == "failed" and training.state()["tokens"] == before["tokens"]
 
 
 def test_a_save_that_is_finished_while_a_run_fails_is_logged(monkeypatch):

@@ -15,6 +15,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from nanochat import run_facts
 from nanochat.checkpoint import (
     MODEL_NAME,
     OPTIMIZER_NAME,
@@ -24,7 +25,8 @@ from nanochat.checkpoint import (
 )
 from nanochat.common import read_json, write_json
 from nanochat.run_dir import around_difference, changes_text, cursor_files, setting_texts
-from nanochat.run_history import Effect, Stage
+from nanochat.run_history import Effect, Stage, find_parting, history_of
+from nanochat.run_reader import RunReader
 from nanochat.schedule import Schedule
 from scripts import average, compare_runs, tok_shards
 from tests import training
@@ -186,6 +188,17 @@ def test_bits_per_byte_on_other_amounts_of_validation_text_have_a_warning(base, 
     assert "different amounts of validation text (--eval-tokens)" in compare("a", changed)[2]
 
 
+def test_evaluations_on_two_amounts_of_text_are_not_mixed(base, changed):
+    """Regression: bits per byte from before a resume with another --eval-tokens were in the table."""
+    before = {event["step"] for event in RunReader(changed).named("val")}
+    started = next(json.loads(line) for line in log_of(changed).read_text().splitlines())
+    more = {"step": STEPS, "changed": {"eval_tokens": 512}}
+    record_event(changed, **{**started, **more})
+    record_event(changed, "val", step=STEPS, bpb=2.5)
+    series = compare_runs.read_series(RunReader(changed), [])
+    assert len(before) > 1 and series["bpb"] == {STEPS: 2.5}
+
+
 def test_a_file_under_another_name_is_not_a_file_that_differs(base, changed):
     """Regression: eight identical books in another folder were listed."""
     change_pins(changed, "train", lambda pin: pin.update(name=f"web/{pin['name']}"))
@@ -196,10 +209,12 @@ def test_a_file_under_another_name_is_not_a_file_that_differs(base, changed):
 
 def test_another_device_batch_size_has_the_same_data_and_other_losses(base):
     _, summary, rest = compare("a", "halves")
-    a, b = training.losses("a"), training.losses("halves")
-    first = next(i for i in range(STEPS) if a[i] != b[i])
+    a, b = training.steps("a"), training.steps("halves")
+    of_steps = [(i, name) for i in range(STEPS) for name in ("loss", "grad_norm")]
+    first, name = next((i, name) for i, name in of_steps if a[i][name] != b[i][name])
+    what = {"loss": "losses", "grad_norm": "gradient norms"}[name]
     assert summary.startswith(
-        f"same data; losses differ first at step {first}: {a[first]} and {b[first]}, "
+        f"same data; {what} differ first at step {first}: {a[first][name]} and {b[first][name]}, "
     )
     assert re.search(r"checkpoint \d differs in model\.", rest)
     assert "digests: 8 equal" in rest and "cursors: 4 equal" in rest
@@ -215,6 +230,12 @@ def test_the_first_line_names_the_weight_decay_that_follows_from_another_length(
         "same data; rates of the updates differ first at step 1.weight decay: "
     )
     assert f"checkpoint {STEPS} differs in " in rest
+    differ(
+        base / "runs/long", "loss", 0
+    )  # regression: the rates were named with other weights, too
+    assert compare("short", "long")[1].startswith("same data; losses differ first at step 0: ")
+    differ(base / "runs/long", "digest", 3)
+    assert compare("short", "long")[1].startswith("losses differ first at step 0: ")
 
 
 def test_a_length_that_follows_from_another_setting_is_listed(base, changed):
@@ -296,9 +317,13 @@ def test_settings_that_differ_are_not_cut_before_they_differ():
     a, b, c = curricula
     assert setting_texts([a, b])[0] == "2 books + 1 code, then 2 books + 3 code"
     first, second = around_difference(setting_texts([b, c]))
-    assert ", then 500,000,000 of 2 books" in first and ", then 7 of 2 books" in second
+    assert "then 500,000,000 of 2 books" in first and "then 7 of 2 books" in second
     changed = changes_text({"curriculum": [b, c]})
     assert changed == f"curriculum {first} -> {second}"
+    one = {"phases": [{"duration_tokens": 200_000, "mix": {"books": 1, "code": 1}}]}
+    limits = [{**one, "max_epochs": {"code": limit}} for limit in (1, 3)]
+    cut = changes_text({"curriculum": limits})
+    assert cut == "curriculum ...max_epochs 1 of code -> ...max_epochs 3 of code", "a whole phrase"
 
 
 def test_curricula_with_the_same_mixes_are_told_apart_in_words():
@@ -491,6 +516,10 @@ def test_the_table_of_losses_says_that_they_are_smoothed_without_skipped_steps(b
     differ(changed, "smooth_loss", 0)
     differ(changed, "loss", 0)
     record_event(changed, "skipped", step=7)
+    record_event(changed, "skipped", step=7)  # taken again after a crash: regression, "2 steps"
+    assert run_facts.event_sentences(RunReader(changed)) == [
+        "It did not apply 1 step, most recently step 7."
+    ]
     rest = compare("a", changed)[2]
     assert "smoothed loss a" in rest
     assert "the smoothed loss leaves out steps that were not applied: 1 step of b\n" in rest
@@ -543,6 +572,23 @@ def test_siblings_and_grandchildren_are_compared_from_where_their_histories_part
         "digests: 5 equal" not in compare("a", late)[2]
         and "digests: 2 equal" in compare("a", late)[2]
     )
+
+
+def test_a_fork_that_validates_on_another_amount_of_text_has_no_results_of_its_ancestors(family):
+    make_fork(family, "b", "a", 2)
+    path = make_fork(family, "c", "b", 6)
+
+    def evaluated_of_b(amount):
+        config = read_json(path / "config.json")
+        write_json(path / "config.json", config | {"eval_tokens": amount})
+        side = compare_runs.open_side("c", [])
+        history = history_of(side.run)
+        apart = find_parting(history_of(RunReader(family / "runs/a")), history)
+        log = compare_runs.with_ancestors(side, history, apart, []).log
+        return [step for step in log["bpb"] if 2 <= step < 6]
+
+    assert evaluated_of_b(RunReader(path).config["eval_tokens"])
+    assert not evaluated_of_b(512)
 
 
 def test_forks_with_other_horizons_name_each_changed_setting_of_their_first_difference_once(family):

@@ -279,6 +279,19 @@ def fake_fork(base, name, parent, step, **changes):
     return as_fork(path, parent, step, **changes)
 
 
+def test_a_fork_counts_only_its_own_steps_that_were_not_applied(base, capsys):
+    """Regression: the 9 steps that its parent had skipped were shown as its own."""
+    path = as_fork(fake_run(base, "kf", "completed", step=30, skipped=11), "k", 20)
+    assert status.main(["kf"]) == 0
+    assert "not applied" not in capsys.readouterr().out
+    (path / "logs").mkdir(exist_ok=True)
+    records = [{"event": "skipped", "step": step} for step in (24, 25, 25)]  # 25: after a resume
+    with open(path / "logs/train.jsonl", "a") as log:
+        log.writelines(json.dumps(record) + "\n" for record in records)
+    assert status.main(["kf"]) == 0
+    assert re.search(r"steps not applied +2\n", capsys.readouterr().out)
+
+
 def test_forks_are_below_their_parent_with_their_step_and_changes(base, capsys):
     for name in ("a", "z"):
         (fake_run(base, name, "completed") / "config.json").write_text('{"max_seq_len": 64}')

@@ -34,7 +34,9 @@ def runs(tmp_path_factory):
             }
             assert training.run(**flags, model_tag=f"s_{tag}").code == 0
         (path / "runs" / "s_unfinished").mkdir()
-        (path / "runs" / "s_unfinished" / "config.json").write_text('{"max_seq_len": 15}')
+        (path / "runs" / "s_unfinished" / "config.json").write_text(
+            '{"max_seq_len": 15, "resume": "scratch", "force": true}'
+        )
         yield path
 
 
@@ -42,6 +44,7 @@ def test_a_row_has_the_logged_values_of_its_run(runs, capsys):
     assert sweep.main(["--prefix=s_", f"--out={runs / 'out'}"]) == 0
     output = capsys.readouterr().out
     assert "skipped: s_unfinished has not completed" in output
+    assert "without --resume=scratch --force" in output
     rows = list(csv.DictReader((runs / "out" / "results.csv").read_text().splitlines()))
     assert [row["run"] for row in rows] == ["s_small", "s_medium", "s_large"]
     for row in rows:

@@ -238,6 +238,25 @@ def test_without_a_curriculum_training_keeps_no_plan_but_prints_the_same_figures
     assert "its data" not in training.succeed(**given(workplace, **few)).err
 
 
+def test_documents_of_half_a_row_are_cropped_and_training_measures_as_much_as_validate(workplace):
+    """Regression: training counted only what is longer than a row, so it announced too few passes,
+    and no cropping of documents that are cut to fill rows."""
+    for number in range(3):
+        some = [text[:30] for text in training.texts(400, seed=number)]
+        training.write_shard(workplace / f"short/{number}.parquet", some)
+    plain = {"curriculum": None, "data_path": workplace / "short", "data_format": "text"}
+    plain |= {"long_docs": "crop", "num_iterations": 60}
+    out = checked(**plain)[1]
+    header, figures = [line.split() for line in out.split("plan: ")[1].splitlines()[1:3]]
+    passes = float(figures[header.index("passes")])
+    cropped = float(figures[header.index("cropped")])
+    assert cropped > 15
+    outcome = training.succeed(**given(workplace, **plain))
+    [said] = re.findall(r"this run reads them ([\d.]+) times", outcome.out)
+    assert float(said) == pytest.approx(passes, rel=0.05)
+    assert f"{cropped:.0f}% of the tokens of its data are cropped" in outcome.err
+
+
 @pytest.mark.parametrize("has_curriculum", [False, True])
 @pytest.mark.parametrize(
     ("books", "lanes", "repeating", "suffices"), [(1, 8, 7, 1), (3, 8, 5, 2), (10, 16, 6, 8)]
@@ -284,6 +303,20 @@ def test_windows_of_which_a_row_holds_only_the_repeated_part_are_warned_of(workp
     assert "repeat the window before, and have no loss" in warned
     split = {**plain, "long_docs": "split", "model_tag": "split"}
     assert "no loss" not in training.succeed(**given(workplace, **split, num_iterations=1)).err
+
+
+def test_what_the_settings_do_not_do_is_noted_before_and_at_the_start(workplace):
+    """Regressions: settings without effect, and a warmup that the run never ends, were accepted
+    without a word."""
+    plain = {"curriculum": None, "num_iterations": 2, "warmup_steps": 40, "packing": "concat"}
+    for out in (checked(**plain)[1], training.succeed(**given(workplace, **plain)).out):
+        notes = [line for line in out.splitlines() if line.startswith("note: ")]
+        [idle] = [note for note in notes if "without effect: " in note]
+        assert "--long-docs (with --packing=concat), --overlap (" in idle
+        [low] = [note for note in notes if "--warmup-steps=40" in note]
+        assert "x0.0" in low
+    quiet = checked(**plain | {"warmup_steps": 0, "packing": "bestfit"})[1]
+    assert "without effect" not in quiet and "learning rates rise" not in quiet
 
 
 def test_a_disk_that_is_too_small_is_an_error(workplace, monkeypatch):

@@ -702,6 +702,7 @@ class RunReader:
             "run": str(self.run_dir),
             "fork": None,
             "parent": None,
+            "begun_with": "",
             "status": None,
             "shown": "unknown",
             "liveness": None,
@@ -711,6 +712,7 @@ class RunReader:
         with contextlib.suppress(OSError, ValueError):  # config.json is missing or corrupt
             status["fork"] = self.fork and self.fork._asdict()
             status["parent"] = self.parent_dir and str(self.parent_dir)
+            status["begun_with"] = self.begun_with
         try:
             state = read_state(self.run_dir)
             alive = state and liveness(self.run_dir, state)
@@ -724,6 +726,7 @@ class RunReader:
             "exit_code": exit_code(self.run_dir, state),
             "heartbeat_age_s": heartbeat_age_s(state),
             "checkpoint": self.newest_checkpoint() or state["checkpoint"],
+            "saved_step": max(self._checkpoints().values(), default=None),
             "mirror": self._mirror(state["step"] if alive == "alive" else None),
         }
         if status["fork"] and state.get("skipped"):  # its state counts those of its ancestors, too

@@ -708,12 +708,13 @@ def flags_of_config(config: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     """`flags_of_run` of the config.json in a folder. They name the commit that the run pinned, where
     the run named a branch, which may have moved on."""
     flags = flags_of_run(config)
-    manifests = read_manifests(folder / DATA_MANIFEST)
     for split, name in (("train", "data_path"), ("val", "val_path")):
         named = str(flags.get(name) or "").rstrip("/")
-        for manifest in manifests.get(split, {}).values():
+        if not named.startswith("hf://"):
+            continue
+        for manifest in read_manifests(folder / DATA_MANIFEST).get(split, {}).values():
             pinned = str(manifest["root"])
-            if named.startswith("hf://") and _without_revision(pinned) == _without_revision(named):
+            if _without_revision(pinned) == _without_revision(named):
                 flags[name] = pinned
     return flags
 

@@ -508,12 +508,14 @@ def _list_folder(path: AnyPath, data_format: str, suffixes: Sequence[str]) -> Li
 
 
 def is_hidden(name: PurePath, data_format: str = "text") -> bool:
-    """Whether a relative path is hidden: as text, one of its names begins with _; in any other format,
-    it is in a folder of NOTES. (Megatron's own tools write a pair _text_document if their prefix is a
-    folder, and source code has names such as __init__.py and _internal/.)"""
-    if data_format == "text":
-        return any(part.startswith("_") for part in name.parts)
-    return not NOTES.isdisjoint(name.parts)
+    """Whether a relative path is hidden: one of its names begins with _, as in Spark's _temporary. The
+    names of token files may, because Megatron's own tools write a pair _text_document if their prefix
+    is a folder. In a fork's own format, such as sources with __init__.py and _internal/, only what is
+    in a folder of NOTES is hidden."""
+    if data_format not in FORMATS:
+        return not NOTES.isdisjoint(name.parts)
+    parts = name.parts if data_format == "text" else name.parts[:-1]
+    return any(part.startswith("_") for part in parts)
 
 
 def _is_hidden_source(name: PurePath) -> bool:

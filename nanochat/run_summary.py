@@ -11,7 +11,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import PurePosixPath
 
-import numpy as np
 import torch
 
 from nanochat.checkpoint import list_checkpoints
@@ -21,10 +20,8 @@ from nanochat.dataloader import StepLayout
 from nanochat.dist import peak_memory, write_memory
 from nanochat.files import FORMATS, data_at, paths_in
 from nanochat.fork import describe_fork
-from nanochat.order import StreamConfig, open_order
 from nanochat.pins import Manifest, not_searched
 from nanochat.run_dir import CONFIG_NAME, Fork, but_resume, mix_text
-from nanochat.run_order import stream_config
 from nanochat.run_settings import (
     derive,
     describe_memory,
@@ -125,24 +122,15 @@ def print_split(run: Run) -> None:
 def _joined_notes(run: Run) -> Iterator[str]:
     """Where a new fork reads the documents of the files that it adds to a bucket, see
     `order.JoinedOrder`."""
-    config = stream_config(run.settings)
-    if run.parent is None or run.cursors is None or not isinstance(config, StreamConfig):
+    if run.parent is None:
         return
     theirs = run.parent.manifests["train"]
     for bucket, source in run.data.train.items():
         before = theirs[bucket].get("joined", ()) if bucket in theirs else ()
-        if len(source.joined) <= len(before):
-            continue
-        added = int(source.groups[source.joined[-1].first_group :].sum())
-        order = open_order(source, bucket=bucket, config=config)
-        epochs = {cursor["lane"]: cursor["buckets"][bucket]["epoch"] for cursor in run.cursors}
-        left = sum(len(order.share(lane, epoch)) for lane, epoch in epochs.items())
-        note = f"{counted(added, 'document')} joined {bucket}, at random places among the {left:,} left of this pass"
-        if config.curriculum is None:
-            mean = np.average(source.means, weights=source.groups)
-            share = run.horizon.own_tokens / (left * mean)
-            note += f", of which the fork reads about {min(1.0, share):.0%}"
-        yield note
+        if len(source.joined) > len(before):
+            added = int(source.groups[source.joined[-1].first_group :].sum())
+            documents = counted(added, "document")
+            yield f"{documents} joined {bucket}, at random places among those left of this pass"
 
 
 def _pinned_notes(run: Run) -> Iterator[str]:

@@ -16,7 +16,7 @@ model, which only knows how frequent each token is in the first rows of training
 comparison. CORE needs only the run's model and tokenizer, and the eval_bundle folder
 (nanochat/core_eval.py).
 Results are written to RUN/eval.json, and CORE's table to RUN/eval.csv. What --eval leaves out stays
-there, if it is of the same checkpoint. These files are of the newest step that was evaluated; the
+there, if it is of the same step. These files are of the newest step that was evaluated; the
 result of an earlier one is in RUN/eval-STEP.json.
 
 --val-path names other text, such as one that you kept aside. Then bits per byte and prompts are those
@@ -456,13 +456,13 @@ PARTS = {  # of a result, by mode
 
 
 def with_earlier_parts(result: dict[str, Any], modes: Sequence[str], path: Path) -> dict[str, Any]:
-    """A result with the parts that an earlier one of the same checkpoint has at `path`, and that
+    """A result with the parts that an earlier one of the same step has at `path`, and that
     were not computed again."""
     try:
         earlier = read_json(path, dict)
     except (FileNotFoundError, ValueError):
         return result
-    same = ("checkpoint", "step", "dtype", "device")
+    same = ("step", "dtype", "device")
     if any(earlier.get(key) != result[key] for key in same):
         return result
     names = [name for mode in PARTS.keys() - set(modes) for name in PARTS[mode]]

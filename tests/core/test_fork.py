@@ -460,7 +460,7 @@ def test_files_that_arrived_join_only_if_the_data_is_named(workplace):
     out = fork(data_path=workplace / "data", num_iterations=40).out
     assert files_of("child") == [*files_of("parent"), "shard_0_new.parquet"]
     [note] = [line for line in out.splitlines() if "96 documents joined data" in line]
-    assert "random places" in note and re.search(r"reads about [1-9]\d*%", note)
+    assert "random places" in note
     files = {
         document["file"]
         for step in range(AT, 40)

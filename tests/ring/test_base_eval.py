@@ -135,10 +135,14 @@ def test_what_is_not_evaluated_again_stays_in_the_result(run, first_result):
     fewer = json.loads((run / "eval.json").read_text())
     assert fewer["val_bpb"] != first_result["val_bpb"] and fewer["core"] == first_result["core"]
     assert (run / "eval.csv").read_bytes() == core
-    other = {**fewer, "checkpoint": "another"}
+    renamed = {**fewer, "checkpoint": "checkpoint-8"}  # as after the run was extended
+    (run / "eval.json").write_text(json.dumps(renamed))
+    assert command(base_eval.main, *argv, "--eval=bpb").code == 0
+    assert json.loads((run / "eval.json").read_text())["core"] == first_result["core"]
+    other = {**fewer, "dtype": "torch.bfloat16"}
     (run / "eval.json").write_text(json.dumps(other))
     assert command(base_eval.main, *argv, "--eval=bpb").code == 0
-    assert "core" not in json.loads((run / "eval.json").read_text()), "it was of another checkpoint"
+    assert "core" not in json.loads((run / "eval.json").read_text()), "it was of other arithmetic"
     (run / "eval.json").write_text(json.dumps(first_result))
 
 

@@ -737,7 +737,7 @@ class RunReader:
             step = max(self._checkpoints().values(), default=0)
         copied = mirror["copied"]
         return mirror | {
-            "behind_steps": max(0, int(step or 0) - (mirror["step"] or 0)),
+            "behind_steps": max(0, int(step or 0) - max(0, mirror["step"] or 0)),
             "behind_s": None if copied is None else time.time() - copied,
         }
 

@@ -282,7 +282,12 @@ def test_inspect_data_finds_digests_documents_and_accounts(capsys):
     assert (row["lane"], row["bucket"]) == (2, "ab"[int(sample["dataset_id"])])
     assert "".join(place["text"] for place in row["documents"]) == data.tokenizer.decode(ids)
     assert sum(place["tokens"] for place in row["documents"]) == T + 1
-    assert "It balances" in inspect(capsys, "ledger", path)
+    ledger = inspect(capsys, "ledger", path)
+    assert "It balances" in ledger
+    assert "documents" not in ledger and "lane" not in ledger and "of windows" not in ledger
+    place = row["documents"][0]
+    found = inspect(capsys, "find", path, f"--document={place['file']}:{place['document']}")
+    assert re.search("^epoch: how often", found, re.M) and "lanes" not in found
 
 
 def test_a_receipt_is_verified_on_pairs_in_another_folder(workplace, tmp_path):

@@ -34,6 +34,7 @@ from dev.measure import print_setup
 from nanochat import mirror_owner
 from nanochat.cli import Parser, run_main
 from nanochat.common import begin_launch, table
+from nanochat.mirror_marks import START
 from nanochat.mirror_store import as_file, open_store
 from nanochat.run_dir import is_step, iter_log
 from tests import training
@@ -69,9 +70,9 @@ def outcome() -> tuple[str, str]:
 
 
 def newest_mark(place: str) -> dict[str, Any]:
-    """The newest mark of the mirror, {} if it has none."""
+    """The newest mark of a checkpoint in the mirror, {} if it has none."""
     store = open_store(place)
-    names = sorted(store.names("marks"))
+    names = sorted(name for name in store.names("marks") if f"-{START}-" not in name)
     return json.loads(store.read(f"marks/{names[-1]}").content) if names else {}
 
 

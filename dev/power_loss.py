@@ -149,7 +149,7 @@ def mirrored_step(base: Path) -> int:
         for piece in mark.pieces:
             content = b"".join(store.parts(f"pieces/{piece.blake2b}"))
             assert piece_of(content) == piece, f"a piece of mark {mark.step} is damaged"
-        return mark.step
+        return max(0, mark.step)  # -1: the start of the run
     return 0
 
 

@@ -16,6 +16,8 @@ newest of them is copied next. Its files are opened at once, so retention may de
     step      100 ......... 200 ......... 300 ......... 400
     thread      | copy 100, mark              | copy 300, mark     (200 is left out)
 
+At its start, a run without a checkpoint is copied, too: its settings, pinned files and tokenizer.
+
 **Fetching** comes before the launch looks at the run directory: nanochat/mirror_fetch.py. It takes
 the newest mark whose pieces all have their checksums.
 
@@ -48,7 +50,7 @@ from nanochat.common import (
 )
 from nanochat.config import Settings
 from nanochat.mirror_fetch import LOG_NAME, Fetch
-from nanochat.mirror_marks import Mark, Piece, outdated, piece_of, read_marks
+from nanochat.mirror_marks import START, START_STEP, Mark, Piece, outdated, piece_of, read_marks
 from nanochat.mirror_owner import Lease, claim_mirror
 from nanochat.mirror_store import as_file, open_store
 from nanochat.pins import DATA_MANIFEST
@@ -76,7 +78,8 @@ RECORDS = (
 
 
 class Job(NamedTuple):
-    """A checkpoint to copy. Its files stay readable after they have been deleted."""
+    """A checkpoint to copy, or the start of a run. Its files stay readable after they have been
+    deleted."""
 
     checkpoint: str
     seal: dict[str, Any]
@@ -159,7 +162,7 @@ class RunMirror(Mirror):
                 f"{where}: it holds the run {newest.name}, not {self.run_dir.name}; name another place for the "
                 f"mirror of this run"
             )
-        if self.settings.resume == "scratch":
+        if self.settings.resume == "scratch" and newest.checkpoint != START:
             raise ValueError(
                 f"{where}: it holds this run, which --resume=scratch would start over; name another place for the "
                 f"mirror of the new run"
@@ -185,7 +188,7 @@ class RunMirror(Mirror):
     def fetch(self) -> None:
         """Bring the run directory up to the newest good mark, if it is older. Prints which is used.
         ValueError if the mirror holds a run with other settings, or none of its marks is good."""
-        if not self.marks:
+        if not self.marks or self.settings.resume == "scratch":  # which replaces a mere start
             print0(f"{self.store.where}: it has no checkpoint yet")
             return
         fetch = Fetch(self.store, self.marks, self.run_dir)
@@ -266,18 +269,25 @@ class RunMirror(Mirror):
             self._thread.start()
 
     def _give_newest(self) -> None:
-        """Have the newest checkpoint copied, with what the log has by now, if there is one."""
+        """Have the newest checkpoint copied, or the start of a run that has none, with what the log
+        has by now."""
         newest = next(iter(list_checkpoints(self.run_dir)), None)
         if newest is not None:
             self._give(newest)
+        elif is_run_dir(self.run_dir):
+            self._give_job(Job(START, {"step": START_STEP}, {}))
 
     def _give(self, path: Path) -> None:
-        """Have a checkpoint copied, unless a newer one comes before the thread begins."""
+        """Have a checkpoint copied."""
         try:
             job = open_job(path)
         except (OSError, ValueError) as e:
             log.warning("%s: %s is not copied: %s", self.store.where, path.name, e)
             return
+        self._give_job(job)
+
+    def _give_job(self, job: Job) -> None:
+        """Have something copied, unless something newer comes before the thread begins."""
         with self._changed:
             if self._pending is not None:
                 self._pending.close()
@@ -349,7 +359,8 @@ class RunMirror(Mirror):
             self._problem = ""
             self.slowest_s = max(self.slowest_s, seconds)
             record = {"checkpoint": job.checkpoint, "seconds": seconds, "bytes": num_bytes}
-            self._news.append(("mirrored", record))
+            if job.checkpoint != START:
+                self._news.append(("mirrored", record))
         if num_bytes:
             print0(
                 f"mirror: {job.checkpoint} copied, {num_bytes / 1e6:,.1f} MB in {duration(seconds)}"
@@ -367,13 +378,14 @@ class RunMirror(Mirror):
         """Copy a checkpoint and what belongs to it, then mark it. Returns the bytes that the mirror
         lacked."""
         left = sum(piece.bytes for piece, _ in job.files.values() if self._lacks(piece))
+        self._write_state(pending=job.checkpoint, bytes_left=left)
         num_bytes = 0
         files: dict[str, list[Piece]] = {}
         for name, (piece, file) in job.files.items():
-            self._write_state(pending=job.checkpoint, bytes_left=left - num_bytes)
             if self._lacks(piece):
                 check_content(piece, file, name)
             num_bytes += self._put(piece, file)
+            self._write_state(bytes_left=left - num_bytes)
             files[f"checkpoints/{job.checkpoint}/{name}"] = [piece]
         for path in self._record_paths():
             pieces, copied = self._put_record(path)

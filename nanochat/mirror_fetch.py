@@ -39,7 +39,7 @@ from nanochat.common import (
     write_bytes,
 )
 from nanochat.config import Settings, resume_settings
-from nanochat.mirror_marks import Mark, Piece, piece_of, read_marks
+from nanochat.mirror_marks import START, Mark, Piece, piece_of, read_marks
 from nanochat.mirror_store import Store, open_store
 from nanochat.run_dir import CONFIG_NAME, delete_checkpoint, remove_tree
 
@@ -86,10 +86,16 @@ class Fetch:
         except ValueError as e:
             changes = [line for line in str(e).splitlines() if line.startswith("  ")]
             listed = "\n".join(changes or [str(e)])
+            ways = "use those, or name another place for the mirror of this run"
+            if self.has_only_start():
+                ways += "; to replace that run, which has no checkpoint yet, add --resume=scratch"
             raise ValueError(
-                f"{self.store.where}: it holds a run that was started with different settings:\n{listed}\nuse "
-                f"those, or name another place for the mirror of this run"
+                f"{self.store.where}: it holds a run that was started with different settings:\n{listed}\n{ways}"
             ) from None
+
+    def has_only_start(self) -> bool:
+        """Whether no checkpoint was copied yet."""
+        return all(mark.checkpoint == START for mark in self.marks)
 
     def _config(self, mark: Mark) -> dict[str, Any]:
         content = self._content(mark.files[CONFIG_NAME])
@@ -177,6 +183,9 @@ class Fetch:
         """Fetch the newest good checkpoint of the mirror if its step is above this one."""
         marks = [mark for mark in self.marks if mark.step > above]
         where = self.store.where
+        if self.has_only_start():
+            print0(f"{where}: it has no checkpoint yet")
+            return
         if not marks:
             print0(f"{where}: nothing in it is newer than step {above:,} here")
             return
@@ -230,8 +239,8 @@ class Fetch:
 
 
 def mirrored_config(where: str) -> dict[str, Any]:
-    """The config.json of the run in a mirror; {} if it has no checkpoint yet. ValueError or OSError
-    if it cannot be read."""
+    """The config.json of the run in a mirror; {} if it holds none yet. ValueError or OSError if it
+    cannot be read."""
     store = open_store(where)
     marks = read_marks(store)
     fetch = Fetch(store, marks, Path())

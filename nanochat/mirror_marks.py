@@ -3,7 +3,8 @@
     marks/00000100-checkpoint-100-5d1e3c07.json    {file of RUN: its pieces}; the last part names the launch
     pieces/9f3c..                                  the content of a piece, named by its checksum
 
-A mark is written after all of its pieces, with a checksum of itself.
+A mark is written after all of its pieces, with a checksum of itself. Before the first save, a mark
+named `start` lists what the run began with: its settings, tokenizer, pinned files and log.
 """
 
 import json
@@ -20,6 +21,9 @@ from nanochat.run_dir import CONFIG_NAME
 log = logging.getLogger(__name__)
 
 FORMAT_VERSION = 1
+# in place of a checkpoint, before the first one; its step is below that of every checkpoint
+START = "start"
+START_STEP = -1
 
 
 class Piece(NamedTuple):
@@ -131,7 +135,7 @@ def read_marks(store: Store) -> dict[str, Mark]:
 
 def outdated(marks: Mapping[str, Mark], newest: str, settings: SaveSettings) -> list[str]:
     """The names of the marks that retention does not keep, and of those that the newest one
-    replaces: the rules of `checkpoint.prune`."""
+    replaces: the rules of `checkpoint.prune`. Every save replaces the start."""
     now = marks[newest]
     old = []
     may_go = []
@@ -140,7 +144,8 @@ def outdated(marks: Mapping[str, Mark], newest: str, settings: SaveSettings) -> 
         is_final = mark.checkpoint == "final" and mark.step == now.step
         is_counted = settings.keep_last_k is not None or mark.by_time
         is_same = mark.checkpoint == now.checkpoint and mark.step == now.step
-        if is_same and name != newest:
+        is_start = mark.checkpoint == START
+        if (is_same or is_start) and name != newest:
             old.append(name)
         elif is_counted and not is_final and not mark.kept and mark.step <= now.step:
             may_go.append(name)

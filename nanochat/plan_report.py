@@ -3,12 +3,14 @@ The plan of a run in words, printed before it starts: what it reads, and what sh
 
     rehearse        with a curriculum, or `binned` rows: the plan, exact or estimated
     print_passes    without: the size of the data, and the passes over them
+    print_readings  in an order of its own: the same, from what the order says
 
 An exact plan that halts refuses the run, and so does one that would crop nearly everything;
 --plan=warn turns both into warnings.
 """
 
 import logging
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -32,7 +34,7 @@ from nanochat.plan import (
     sample_rows,
     share_sizes,
 )
-from nanochat.run_order import stream_config
+from nanochat.run_order import Reading, stream_config
 from nanochat.sources import RunData, Source
 from nanochat.stream import token_share
 
@@ -42,6 +44,7 @@ MUCH_CROPPED = 0.1  # a larger share of cropped tokens causes a warning
 MOST_CROPPED = 0.9  # a larger share is refused, unless --plan says otherwise
 MUCH_WITHOUT_LOSS = 0.3  # the same for the share of tokens in rows that are repeated
 MOST_WITHOUT_LOSS = 0.9
+MOST_NAMED = 8  # buckets of which a sentence says how often they are read
 LITTLE_USABLE = 0.5  # a smaller share of what a dry bucket has is usable: its lanes are too many
 
 
@@ -128,6 +131,42 @@ def print_passes(start: Starting, data: RunData) -> None:
         log.warning("%s", line)
     if repeating:
         log.warning("%s", repeating)
+
+
+def print_readings(readings: Mapping[str, Reading]) -> None:
+    """Print what a run reads in an order without a plan."""
+    sentence, notes = readings_text(readings)
+    if sentence:
+        print0(sentence)
+    for note in notes:
+        log.warning("%s", note)
+
+
+def readings_text(readings: Mapping[str, Reading]) -> tuple[str, list[str]]:
+    """(a sentence about what a run reads, warnings): the passes over each bucket, and a warning about
+    the one that is read most often. ("", []) if nothing is known."""
+    if not readings:
+        return "", []
+    tokens = sum(reading.tokens for reading in readings.values())
+    most_first = sorted(readings, key=lambda name: -readings[name].passes)
+    often = [f"{name} {readings[name].passes:.2g} times" for name in most_first[:MOST_NAMED]]
+    if len(most_first) > MOST_NAMED:
+        others = counted(len(most_first) - MOST_NAMED, "other bucket")
+        often.append(f"{others} no more often")
+    sentence = f"data: {tokens:,} tokens; this run reads {', '.join(often)}"
+    bucket = most_first[0]
+    reading = readings[bucket]
+    notes = reading_notes(
+        "its data" if len(readings) == 1 else f"bucket {bucket!r}",
+        trained=reading.trained,
+        tokens=reading.tokens,
+        passes=reading.passes,
+        cropped=0.0,
+        without_loss=0.0,
+        repeated=0.0,
+        about="",
+    )
+    return sentence, notes
 
 
 # ---- what should stop a run, or be said first ----------------------------------------------------

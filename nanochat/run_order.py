@@ -11,7 +11,7 @@ exist only with this order.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import ClassVar, Protocol
+from typing import ClassVar, NamedTuple, Protocol
 
 from nanochat.common import open_door
 from nanochat.config import Settings
@@ -22,6 +22,17 @@ from nanochat.sources import Source
 from nanochat.splits import pin_files
 from nanochat.stream import Cursor, OtherStreamConfig
 from nanochat.text import Selection
+
+
+class Reading(NamedTuple):
+    """How much a run reads of a bucket, in tokens."""
+
+    trained: int  # that it trains on, from its first step to its last
+    tokens: int  # that the bucket has
+
+    @property
+    def passes(self) -> float:
+        return self.trained / self.tokens
 
 
 class RunOrder(Protocol):
@@ -53,8 +64,15 @@ class RunOrder(Protocol):
     def shuffle(self, settings: Settings, sources: Mapping[str, Source]) -> None:
         """Compute what all ranks read, once, before they do. Called on rank 0."""
 
-    def describe(self, settings: Settings, cursors: Sequence[Cursor] | None, steps: int) -> str:
-        """A sentence about what the run reads, for an order without a plan; see `settle`."""
+    def reads(
+        self,
+        settings: Settings,
+        sources: Mapping[str, Source],
+        cursors: Sequence[Cursor] | None,
+        steps: int,
+    ) -> Mapping[str, Reading]:
+        """How much the run reads of each bucket, for an order without a plan; see `settle`. {} if
+        that is not known."""
 
 
 def order_of(settings: Settings) -> RunOrder:
@@ -119,6 +137,12 @@ class LaneOrder:
     def shuffle(self, settings: Settings, sources: Mapping[str, Source]) -> None:
         """See `RunOrder.shuffle`: each lane shuffles for itself."""
 
-    def describe(self, settings: Settings, cursors: Sequence[Cursor] | None, steps: int) -> str:
-        """See `RunOrder.describe`: the plan says it."""
-        return ""
+    def reads(
+        self,
+        settings: Settings,
+        sources: Mapping[str, Source],
+        cursors: Sequence[Cursor] | None,
+        steps: int,
+    ) -> Mapping[str, Reading]:
+        """See `RunOrder.reads`: the plan says it."""
+        return {}

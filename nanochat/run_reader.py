@@ -754,7 +754,7 @@ class RunReader:
             step = max(self._checkpoints().values(), default=0)
         copied = mirror["copied"]
         return mirror | {
-            "behind_steps": max(0, int(step or 0) - (mirror["step"] or 0)),
+            "behind_steps": max(0, int(step or 0) - max(0, mirror["step"] or 0)),
             "behind_s": None if copied is None else time.time() - copied,
         }
 
@@ -831,22 +831,37 @@ def ledger_table(
     if errors:
         buckets = ", ".join(f"{name} by {tokens:,}" for name, tokens in errors.items())
         verdict = f"IT DOES NOT BALANCE ({law}): off in {buckets}."
+    # rows that no packer made of documents: they are samples, as in Megatron's order
+    has_rows = any(account["rows"] for account in accounts.values())
+    has_samples = has_rows and not any(account["documents"] for account in accounts.values())
+    columns = [name for name in LEDGER if name != "documents" or not has_samples]
     rows = []
     for bucket, account in accounts.items():
         cropped = f"{100 * token_share(account, 'cropped'):.2f}"
-        rows.append((bucket, *(account[name] for name in LEDGER), cropped))
+        rows.append((bucket, *(account[name] for name in columns), cropped))
+    read = (
+        "'documents': number of those that a packer took\n"
+        "in; 'read': their tokens, before any of them is in a row. "
+        "'bos': inserted tokens; 'repeated': the overlap of windows;\n"
+    )
+    epochs = (
+        "the highest that a lane reads, from 0; with fewer documents than lanes, "
+        "some begin with a later one"
+    )
+    if has_samples:
+        read = (
+            "'read': all of a sample but its last token,\n"
+            "which the next sample begins with; 'repeated': that token; 'bos': inserted tokens;\n"
+        )
+        epochs = "'read' holds the tokens of the bucket so many times"
     text = (
         f"Ledger after {step:,} steps, in tokens. {verdict}\n"
-        f"A row has T + 1 = {T + 1:,} tokens, because inputs and targets overlap. "
-        f"'documents': number of those that a packer took\n"
-        f"in; 'read': their tokens, before any of them is in a row. "
-        f"'bos': inserted tokens; 'repeated': the overlap of windows;\n"
+        f"A row has T + 1 = {T + 1:,} tokens, because inputs and targets overlap. {read}"
         f"'emitted': in rows; 'cropped': dropped; 'pending': not in rows yet; "
         f"'padded': in rows, of no document. 'rows': packed;\n"
-        f"'epochs': the highest that a lane reads, from 0; with fewer documents than lanes, "
-        f"some begin with a later one;\n"
+        f"'epochs': {epochs};\n"
         f"'cropped %': share of emitted + cropped."
     )
     if note:
         text += f"\n{note}"
-    return text, ("bucket", *LEDGER, "cropped %"), rows
+    return text, ("bucket", *columns, "cropped %"), rows

@@ -203,8 +203,8 @@ def logged_skips(run_dir: Path) -> int:
 MIRROR = {
     "mirror": str,
     "run": str,  # names the run
-    "checkpoint": str | None,  # the newest one in the mirror
-    "step": int | None,  # its step
+    "checkpoint": str | None,  # the newest one in the mirror, "start" before the first
+    "step": int | None,  # its step; -1: the start
     "copied": float | None,  # when, in unix seconds
     "pending": str | None,  # the checkpoint that is being copied
     "bytes_left": int,  # of its files

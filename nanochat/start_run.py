@@ -83,7 +83,7 @@ from nanochat.fork import (
     rate_jump,
 )
 from nanochat.pins import DATA_MANIFEST, Manifests, bare, leave_out, read_manifests
-from nanochat.plan_report import print_passes, rehearse
+from nanochat.plan_report import print_passes, print_readings, rehearse
 from nanochat.run_dir import (
     CONFIG_NAME,
     PLAN_NAME,
@@ -739,14 +739,18 @@ def begin_run(run: Run, guard: Guard) -> None:
     config.json holds the resolved settings and, for readers, the figures derived from them."""
     run_dir = run.run_dir
     settings = run.settings
+    order = order_of(settings)
     plan = None
     # planning `binned` rows finds too-long entries now, instead of at the step that needs them
     if settings.plan != "off" and (settings.mix is not None or settings.packing == "binned"):
         print0("start: planning which rows the run reads")
         plan = rehearse(run, run.data)
-    elif settings.plan != "off" and order_of(settings).has_plan and run.checkpoint is None:
-        print_passes(run, run.data)
-    order_of(settings).shuffle(settings, run.data.train)
+    elif settings.plan != "off" and run.checkpoint is None:
+        if order.has_plan:
+            print_passes(run, run.data)
+        else:
+            print_readings(order.reads(settings, run.data.train, run.cursors, run.steps_to_read))
+    order.shuffle(settings, run.data.train)
     if settings.resume == "scratch" and is_run_dir(run_dir):
         guard.set_aside()
     progress = run.first_progress()

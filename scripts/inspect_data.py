@@ -48,6 +48,7 @@ from nanochat.find import (
     documents_with,
     find_document,
 )
+from nanochat.order import StreamConfig
 from nanochat.receipt import open_receipt
 from nanochat.rows import Row
 from nanochat.run_dir import find_run, finite, is_run_dir
@@ -93,12 +94,11 @@ off: how many of them have no loss: the first ones after BOS, which an earlier r
 file and group that the run trains on, which are fewer with --val-fraction or --min-chars; line: in your own file
 epoch: {EPOCH}
 start, stop: its tokens from start to before stop; of: all it has; numbers count from 0"""
-FIND_LEGEND = f"""\
-epoch: {EPOCH}
+EPOCH_OF_SAMPLES = "how often these tokens come up before, in the order of the samples"
+FIND_LEGEND = """\
 row: its number in the step; lane: the virtual reader; start, stop: its tokens from start to before stop are in the row;
 loss: the row's mean; numbers count from 0"""
-GROUPS_LEGEND = f"""\
-epoch: {EPOCH}
+GROUPS_LEGEND = """\
 rows: how many use it; tokens: how many of its tokens are in them; loss: their mean;
 step:row: which rows, the first and the last of many; numbers count from 0; --json prints every row"""
 SEEN_LEGEND = """\
@@ -681,6 +681,8 @@ def show_find(opened: Opened, args: argparse.Namespace) -> int:
         print(f"{visible(args.text)!r}: a row has all of it for {in_a_row} of these {len(shown)}")
     if ancestry.gaps and not args.json:
         print(ancestry.gap_sentence())
+    if any(legends):
+        print(f"epoch: {EPOCH if isinstance(opened.config, StreamConfig) else EPOCH_OF_SAMPLES}")
     for legend in filter(None, legends):
         print(legend)
     return 0

@@ -38,6 +38,7 @@ from nanochat.plan_report import (
     likely_problem,
     plan_lines,
     problem,
+    readings_text,
     refusal,
     repeats,
     warnings,
@@ -142,7 +143,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         decontaminate(run, args.decontaminate, args.ngram, args.list)
     order = order_of(run.settings)
     if not order.has_plan:
-        ok(order.describe(run.settings, run.cursors, run.steps_to_read))
+        readings = order.reads(run.settings, run.data.train, run.cursors, run.steps_to_read)
+        sentence, notes = readings_text(readings)
+        ok(sentence)
+        for note in notes:
+            print(f"warning: {note}")
         return EXIT_FAILED if refused else 0
     plan = make_run_plan(run, run.data)
     if args.plot:

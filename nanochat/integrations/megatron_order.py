@@ -55,6 +55,7 @@ from nanochat.integrations.megatron_files import IndexedDataset
 from nanochat.integrations.megatron_settings import MegatronSettings
 from nanochat.pins import Manifest, Manifests
 from nanochat.rows import Row
+from nanochat.run_order import Reading
 from nanochat.schedule import Horizon
 from nanochat.sources import Source, scan_files
 from nanochat.splits import split_train_val
@@ -179,9 +180,20 @@ class MegatronOrder:
         for part in open_samples(self.stream_config(settings), sources).datasets:
             _ = part.shuffle_index
 
-    def describe(self, settings: Settings, cursors: Sequence[Cursor] | None, steps: int) -> str:
-        needed = samples_needed(settings, cursors, steps)
-        return f"Megatron's order: {needed:,} of {_own(settings).num_samples:,} samples"
+    def reads(
+        self,
+        settings: Settings,
+        sources: Mapping[str, Source],
+        cursors: Sequence[Cursor] | None,
+        steps: int,
+    ) -> Mapping[str, Reading]:
+        samples = open_samples(self.stream_config(settings), sources)
+        counts = samples.counts(samples_needed(settings, cursors, steps))
+        readings = {}
+        for bucket, number, part in zip(sources, counts, samples.datasets):
+            trained = number * settings.max_seq_len
+            readings[bucket] = Reading(trained, part.num_tokens_per_epoch)
+        return readings
 
 
 def find_pairs(

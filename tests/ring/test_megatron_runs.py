@@ -253,7 +253,22 @@ def test_validate_reports_samples_and_writes_nothing(workplace, capsys, monkeypa
         GPTDataset, "shuffle_index", property(lambda self: pytest.fail("it shuffled"))
     )
     assert validate.main(flags(**workplace, device_batch_size=4)) == 0 and not run_dir().exists()
-    assert "ok: Megatron's order: 80 of 80 samples" in capsys.readouterr().out
+    assert re.search("ok: data: .* tokens; this run reads .* times", capsys.readouterr().out)
+
+
+def test_validate_and_a_new_run_say_how_often_the_data_is_read(workplace, capsys):
+    """Regression: "80 of 80 samples", without a word about the passes."""
+    alone = {"data_path": workplace["data_path"].split(",")[0], "blend_weights": None}
+    for changed, bucket, data in (({}, "b", "bucket 'b'"), (alone, "a", "its data")):
+        named = {**workplace, **changed, "num_iterations": 30 * STEPS}
+        validate.main(flags(**named, device_batch_size=4))
+        shown = capsys.readouterr().out
+        [often] = re.findall(rf"this run reads {bucket} ([\d.]+) times", shown)
+        [warned] = re.findall(rf"warning: the run reads {data} ([\d.]+) times", shown)
+        assert 2 < float(often) < 6 and warned == often
+    launch = training.succeed(**workplace)
+    assert re.search(r"data: .*; this run reads b 0.\d+ times, a 0.\d+ times", launch.out)
+    assert "the run reads" not in launch.err
 
 
 def test_inspect_data_finds_digests_documents_and_accounts(capsys):
@@ -267,7 +282,12 @@ def test_inspect_data_finds_digests_documents_and_accounts(capsys):
     assert (row["lane"], row["bucket"]) == (2, "ab"[int(sample["dataset_id"])])
     assert "".join(place["text"] for place in row["documents"]) == data.tokenizer.decode(ids)
     assert sum(place["tokens"] for place in row["documents"]) == T + 1
-    assert "It balances" in inspect(capsys, "ledger", path)
+    ledger = inspect(capsys, "ledger", path)
+    assert "It balances" in ledger
+    assert "documents" not in ledger and "lane" not in ledger and "of windows" not in ledger
+    place = row["documents"][0]
+    found = inspect(capsys, "find", path, f"--document={place['file']}:{place['document']}")
+    assert re.search("^epoch: how often", found, re.M) and "lanes" not in found
 
 
 def test_a_receipt_is_verified_on_pairs_in_another_folder(workplace, tmp_path):

@@ -21,7 +21,7 @@ from nanochat.integrations import mirror_bucket
 from nanochat.integrations.object_storage import Patience
 from nanochat.mirror import open_job
 from nanochat.mirror_fetch import Fetch
-from nanochat.mirror_marks import read_marks
+from nanochat.mirror_marks import START, read_marks
 from nanochat.mirror_owner import OWNER_NAME, claim_mirror, encode
 from nanochat.mirror_store import Folder, as_file, open_store
 from nanochat.run_state import read_mirror_state
@@ -203,6 +203,52 @@ def test_a_mirror_whose_marks_are_all_damaged_starts_no_new_run(machine, place):
         path.write_bytes(b"{}")
     with machine("b"):
         assert "none of its marks can be used" in training.refuse(num_iterations=2, mirror_to=place)
+
+
+def kill_once_begun(step):
+    """Kill the process after a step, once the start of its run is mirrored; it has saved nothing."""
+    hurry()
+
+    def act():
+        training.wait_for(lambda: read_mirror_state(training.run_dir())["checkpoint"] == START)
+        die()
+
+    training.after_step(step, act)
+
+
+def begin_only(place, **changed):
+    """A run that is killed before its first save."""
+    run = training.start(hook=partial(kill_once_begun, 1), mirror_to=place, **changed)
+    run.wait_for_death()
+
+
+def test_a_run_killed_before_its_first_save_begins_again_on_an_empty_machine(
+    machine, place, whole, capsys
+):
+    """Regression: the next machine had no tokenizer, and was told to train another one."""
+    with machine("a"):
+        begin_only(place)
+        text = shown_mirror(capsys)
+        assert "start" in text and "behind" not in text
+    with machine("b"):
+        shutil.rmtree(training.run_dir().parents[1] / "tokenizer")
+        assert "it has no checkpoint yet" in training.succeed(mirror_to=place).out
+        assert result() == whole
+        assert [event["step"] for event in training.events("started")] == [0, 0]
+    assert "start" not in marks(place), "a save has replaced it"
+
+
+def test_a_run_without_a_checkpoint_may_be_replaced_in_its_mirror(machine, place):
+    with machine("a"):
+        begin_only(place)
+    with machine("b"):
+        other = {"matrix_lr": 0.5, "mirror_to": place}
+        refusal = training.refuse(**other)
+        assert "--matrix-lr: the run has 0.02, this launch 0.5" in refusal
+        assert "--resume=scratch" in refusal
+        training.succeed(**other, resume="scratch", num_iterations=2)
+        assert len(training.events("started")) == 1, "nothing of the other run was fetched"
+    assert marks(place) == ["final"]
 
 
 def test_a_run_on_two_processes_goes_on_with_the_same_bits_on_one(machine, place):
@@ -443,9 +489,7 @@ def test_a_full_mirror_is_one_warning_and_is_tried_again(machine, place, whole):
         outcome = training.succeed(mirror_to=place)
         assert outcome.err.count("No space left on device") == 1
         assert "free some space there" in outcome.err
-        assert [event["checkpoint"] for event in training.events("mirror_failed")] == [
-            "checkpoint-2"
-        ]
+        assert [event["checkpoint"] for event in training.events("mirror_failed")] == [START]
         assert result() == whole
     assert marks(place)[-1] == "final"
 
@@ -462,22 +506,23 @@ def test_the_end_of_a_run_does_not_wait_beyond_its_reserve_and_says_what_is_left
         assert marks(place) == ["final"]
 
 
+def shown_mirror(capsys):
+    """What scripts.status says about the mirror of the run."""
+    capsys.readouterr()
+    status.main(["run"])
+    [line] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("mirror")]
+    return line
+
+
 def test_the_status_shows_how_far_behind_the_mirror_is(machine, place, capsys):
     with machine("a"):
         with failing(10**9):
             training.succeed(num_iterations=2, mirror_to=place, walltime_reserve_seconds=0.2)
-        capsys.readouterr()
-        status.main(["run"])
-        [shown] = [
-            line for line in capsys.readouterr().out.splitlines() if line.startswith("mirror")
-        ]
+        shown = shown_mirror(capsys)
         assert "nothing copied yet" in shown and "2 steps behind" in shown
         assert "No space left" in shown
         training.succeed(num_iterations=2, mirror_to=place)
-        status.main(["run"])
-        [shown] = [
-            line for line in capsys.readouterr().out.splitlines() if line.startswith("mirror")
-        ]
+        shown = shown_mirror(capsys)
         assert "final" in shown and "behind" not in shown
 
 

@@ -13,7 +13,7 @@ from nanochat import mirror_owner
 from nanochat.config import Settings
 from nanochat.mirror import check_place
 from nanochat.mirror_fetch import append_missing
-from nanochat.mirror_marks import Mark, outdated
+from nanochat.mirror_marks import START, START_STEP, Mark, outdated
 from nanochat.mirror_owner import OWNER_NAME, claim_mirror, read_owner
 from nanochat.mirror_store import as_file, open_store
 from nanochat.run_state import identify
@@ -192,6 +192,12 @@ def test_the_end_of_a_run_that_was_extended_is_an_ordinary_checkpoint():
     marks = [mark(2), mark(4, name="final"), mark(6), mark(8, name="final")]
     assert len(left(marks, 3)) == 4
     assert left(marks, 3, keep_last_k=1) == ["checkpoint-6", "final"]
+
+
+def test_the_start_of_a_run_is_replaced_by_its_first_checkpoint_and_by_a_newer_start():
+    start = mark(START_STEP, name=START, kept=True)
+    assert left([start, start], 1) == [START]
+    assert left([start, mark(2)], 1) == ["checkpoint-2"]
 
 
 def test_marks_of_later_steps_stay():

@@ -349,6 +349,8 @@ def check_pairs(
             yield f"  {line}"
     if manifest is not None:
         return
+    if args.eod is None:
+        yield "  the end-of-document id is unknown (the last id of a shards file counts as it): pass --tokenizer"
     if args.vocab_size is None:
         yield "  the vocabulary is unknown: pass --tokenizer or --vocab-size to check the ids"
     elif args.tokenizer is not None:
@@ -524,13 +526,13 @@ def is_receipt(path: AnyPath) -> bool:
 def check_flags(path: AnyPath, args: argparse.Namespace) -> None:
     """ValueError for a flag that has no effect on this path."""
     if not is_receipt(path):
-        idle = ("replay", "steps", "data_path", "run", "processes")
+        idle = ["replay", "steps", "data_path", "run", "processes"]
         why = f"needs a receipt, which {path} is not; python -m scripts.receipt RUN writes one"
     elif args.replay is None:
-        idle = ("run", "processes")
+        idle = ["run", "processes"]
         why = "has no effect without --replay; the data of a receipt is named with --data-path"
     else:
-        idle = ("steps",)
+        idle = ["steps"]
         why = "has no effect with --replay; name the steps with --replay=A:B"
     for name in idle:
         if getattr(args, name) is not None:

@@ -350,12 +350,13 @@ class RunMirror(Mirror):
     def _note_copy(self, job: Job, num_bytes: int, seconds: float) -> None:
         """Log a copy that is complete."""
         step = job.seal["step"]
+        is_new = (job.checkpoint, step) != (self._state["checkpoint"], self._state["step"])
         with self._changed:
             self._problem = ""
             self.slowest_s = max(self.slowest_s, seconds)
             record = {"checkpoint": job.checkpoint, "seconds": seconds, "bytes": num_bytes}
             self._news.append(("mirrored", record))
-        if num_bytes:
+        if num_bytes and is_new:  # else some lines of the log alone
             print0(
                 f"mirror: {job.checkpoint} copied, {num_bytes / 1e6:,.1f} MB in {duration(seconds)}"
             )

@@ -4,6 +4,7 @@ folders and in object storage. The laws of owners and stores are in tests/spec/t
 import contextlib
 import errno
 import json
+import re
 import shutil
 import signal
 import threading
@@ -523,6 +524,15 @@ def test_an_owner_that_has_lost_its_mirror_ends_and_writes_nothing_more_into_it(
         assert run.wait() == [1] and "no longer owns the mirror" in run.text()
     assert marks(place) == ["checkpoint-2", "checkpoint-4"]
     assert json.loads((place / OWNER_NAME).read_text())["launch"] == "other"
+
+
+def test_a_checkpoint_is_said_to_be_copied_once(machine, place):
+    """Regression: lines of the log that followed it were "final copied, 0.0 MB"."""
+    with machine("a"):
+        for num_iterations in (2, 4):
+            out = training.succeed(num_iterations=num_iterations, mirror_to=place).out
+            copied = re.findall(r"mirror: (\S+) copied, ", out)
+            assert copied == ["final"], out
 
 
 def validated(**changed):

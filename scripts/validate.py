@@ -115,6 +115,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"--fork-from={args.fork_from}: this step was not saved, so where its data stands is not known; "
             f"make its checkpoint with python -m scripts.replay {args.fork_from}, or name a saved step"
         )
+    idle = [name for name in ("ngram", "list") if name in args.named]
+    if idle and not args.decontaminate:
+        raise ValueError(
+            f"--{idle[0]}: has no effect without --decontaminate; name a benchmark there"
+        )
     settings = from_flags(args)
     check_launch(settings)
     ok("flags")
@@ -256,10 +261,12 @@ def decontaminate(run: Run, named: str, n: int, list_path: Path) -> None:
     own_list = run.settings.without_documents
     others = "" if own_list is None else local_copy(as_path(own_list)).read_text()
     number = seen.write_list(list_path, hits, run.data.manifests["train"], others)
-    ok(
-        f"decontaminate: {counted(number, 'training document')} listed in {list_path}; pass "
-        f"--without-documents={list_path}, so that the model does not learn from them"
-    )
+    listed = f"decontaminate: {counted(number, 'training document')} listed in {list_path}"
+    if number:
+        listed += (
+            f"; pass --without-documents={list_path}, so that the model does not learn from them"
+        )
+    ok(listed)
 
 
 def draw(plan: Plan, path: Path) -> None:

@@ -309,7 +309,7 @@ class OptimizerSettings:
         most=MAX_RATE,
     )
     weight_decay: float = setting(
-        0.28, "cautious weight decay of the matrices", decides=Decides.STEP, least=0
+        0.28, "cautious weight decay of the matrices", decides=Decides.STEP
     )
     max_grad_norm: float | None = setting(
         None,
@@ -346,7 +346,7 @@ class EvaluationSettings:
         note="bits per byte before and after the change are measured on different amounts of text",
     )
     core_metric_every: int = setting(-1, "steps between evaluations of the CORE metric")
-    core_metric_max_per_task: int = setting(500, "examples per CORE task; -1: all", least=-1)
+    core_metric_max_per_task: int = setting(500, "examples per CORE task; -1: all")
     sample_every: int = setting(
         2000, "steps between samples, in which the model continues validation text"
     )
@@ -682,12 +682,15 @@ def current(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _migrated(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """A run's config.json, with the present form of what an older version had: --save-at for
-    --keep-milestone-every, and allow_budget_mismatch in the curriculum."""
+    --keep-milestone-every, allow_budget_mismatch in the curriculum, and --eval-tokens below 1, which
+    evaluated one row, as 1 does."""
     config = dict(config)
     if every := config.get("keep_milestone_every"):
         config["save_at"] = f"{every}*"
     if config.get("allow_budget_mismatch") and isinstance(config.get("curriculum"), dict):
         config["curriculum"] = {**config["curriculum"], "allow_budget_mismatch": True}
+    if isinstance(config.get("eval_tokens"), int):
+        config["eval_tokens"] = max(1, config["eval_tokens"])
     return config
 
 

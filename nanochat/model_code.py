@@ -8,7 +8,7 @@ does the version of Python (whose `ast.unparse` and `ast.dump` do differ between
 """
 
 import ast
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import torch
@@ -24,13 +24,20 @@ def code_of(model: torch.nn.Module) -> dict[str, str]:
     begins, because files may be edited while it trains."""
     names = {type(module).__module__ for module in model.modules()}
     names.add(FUNCTIONS)
-    hashes = {}
+    files = []
     for name in sorted(names):
-        package, *parts = name.split(".")
-        path = "/".join(parts)
-        for file in (f"{path}.py", f"{path}/__init__.py"):
-            if package == PACKAGE.name and (PACKAGE / file).is_file():
-                hashes[f"{package}/{file}"] = hash_code((PACKAGE / file).read_bytes())
+        path = name.replace(".", "/")
+        files += [f"{path}.py", f"{path}/__init__.py"]
+    return code_now(files)
+
+
+def code_now(files: Iterable[str]) -> dict[str, str]:
+    """{file: hash} of those files of nanochat/ that exist, as they are on disk."""
+    hashes = {}
+    for file in files:
+        package, _, path = file.partition("/")
+        if package == PACKAGE.name and (PACKAGE / path).is_file():
+            hashes[file] = hash_code((PACKAGE / path).read_bytes())
     return hashes
 
 

@@ -252,8 +252,9 @@ def settings_table(run: RunReader, config: Mapping[str, Any], *, paths: bool = T
 
 
 def differing_settings(runs: Sequence[RunReader]) -> Table:
-    """(name, one text per run) of the settings that differ between runs; None if a run has no such
-    setting. The length is the one that a run has, whatever it follows from."""
+    """(name, one text per run) of the settings that differ between runs, and before them of the files
+    of the model's code; None if a run has no such setting. The length is the one that a run has,
+    whatever it follows from."""
     configs = []
     for run in runs:
         config = current(run.last_config) | {"num_iterations": run.horizon}
@@ -263,12 +264,26 @@ def differing_settings(runs: Sequence[RunReader]) -> Table:
     names: dict[str, None] = {}
     for config in configs:
         names |= dict.fromkeys(config)
-    rows: Table = []
+    rows = differing_code([run.model_code for run in runs])
     for name in names:
         texts = setting_texts([config.get(name) for config in configs])
         values = [text if name in config else None for text, config in zip(texts, configs)]
         if len(set(values)) > 1:
             rows.append((name, *values))
+    return rows
+
+
+def differing_code(codes: Sequence[Mapping[str, str]]) -> Table:
+    """("code of FILE", the first digits of its hash in each of some {file: hash} of model code) of the
+    files that differ; None where a file is not known."""
+    files: dict[str, None] = {}
+    for code in codes:
+        files |= dict.fromkeys(code)
+    rows: Table = []
+    for file in files:
+        hashes = [code[file][:8] if file in code else None for code in codes]
+        if len({*hashes} - {None}) > 1:
+            rows.append((f"code of {file}", *hashes))
     return rows
 
 

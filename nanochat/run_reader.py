@@ -201,6 +201,26 @@ class RunReader:
             )
 
     @property
+    def model_code(self) -> dict[str, str]:
+        """{file: hash} of the code of the model that the newest checkpoint was trained with (see
+        `nanochat.model_code`); empty without one, and for those of older code."""
+        return self._newest_seal.get("model_code", {})
+
+    @cached_property
+    def _newest_seal(self) -> dict[str, Any]:
+        """trainer_state.json of the newest checkpoint; empty if there is none, or it cannot be read."""
+        newest = self.newest_checkpoint()
+        if newest is None:
+            return {}
+        path = checkpoint_folders(self.run_dir)[newest] / "trainer_state.json"
+        with contextlib.suppress(OSError, ValueError):  # it cannot be read
+            seal = {"model_code": {}, **read_json(path, {"files": dict})}
+            code = seal["model_code"]
+            check_shape(seal, {"model_code": dict.fromkeys(code, str)}, path)
+            return seal
+        return {}
+
+    @property
     def typed(self) -> list[str]:
         """The names of the settings that the command line of the first launch changed."""
         if not self.launches:
@@ -688,6 +708,7 @@ class RunReader:
             "run": str(self.run_dir),
             "fork": None,
             "parent": None,
+            "begun_with": "",
             "status": None,
             "shown": "unknown",
             "liveness": None,
@@ -697,6 +718,7 @@ class RunReader:
         with contextlib.suppress(OSError, ValueError):  # config.json is missing or corrupt
             status["fork"] = self.fork and self.fork._asdict()
             status["parent"] = self.parent_dir and str(self.parent_dir)
+            status["begun_with"] = self.begun_with
         try:
             state = read_state(self.run_dir)
             alive = state and liveness(self.run_dir, state)
@@ -710,6 +732,7 @@ class RunReader:
             "exit_code": exit_code(self.run_dir, state),
             "heartbeat_age_s": heartbeat_age_s(state),
             "checkpoint": self.newest_checkpoint() or state["checkpoint"],
+            "saved_step": max(self._checkpoints().values(), default=None),
             "mirror": self._mirror(state["step"] if alive == "alive" else None),
         }
         if status["fork"] and state.get("skipped"):  # its state counts those of its ancestors, too

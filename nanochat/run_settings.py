@@ -202,23 +202,33 @@ def _lanes_fed(settings: Settings, train: Mapping[str, Manifest]) -> int:
 
 
 def _check_budget(settings: Settings, horizon: Horizon) -> None:
-    """ValueError if a curriculum is longer or shorter than the run. A fork may end before the phases
-    that it inherits do, and prints a note then: so it may cut out a spike, or take smaller steps."""
-    budget, total = settings.curriculum_end, horizon.total_tokens
+    """ValueError if a curriculum is longer or shorter than the run, or does not get to its last
+    phase. A fork may end before the phases that it inherits do, and prints a note then: so it may cut
+    out a spike, or take smaller steps."""
+    mix = settings.mix
+    changes = (settings.fork or {}).get("changes")
+    is_inherited = changes is not None and "curriculum" not in changes
+    if mix is None:
+        return
+    begin, total = settings.curriculum_begin, horizon.total_tokens
+    budget = settings.curriculum_end
     if not budget:
         if settings.num_iterations < 1 and settings.target_flops <= 0:
             raise ValueError(
                 "--curriculum: its last phase has no duration_tokens, so it does not say how long the run is; "
                 "give the phase a duration, or name --num-iterations"
             )
+        last = begin + sum(phase.duration_tokens or 0 for phase in mix.phases[:-1])
+        if total <= last and not (is_inherited or mix.allow_budget_mismatch):
+            raise ValueError(
+                f"--curriculum: its last phase begins at {last:,} tokens, but the run trains on {total:,} "
+                f"({horizon.num_iterations:,} steps); shorten the phases before it, or raise --num-iterations"
+            )
         return
     fits = abs(total - budget) <= horizon.total_batch_size
-    is_allowed = settings.mix is not None and settings.mix.allow_budget_mismatch
-    changes = (settings.fork or {}).get("changes")
-    is_inherited = changes is not None and "curriculum" not in changes
-    if fits or is_allowed or (is_inherited and ends_early(settings, horizon)):
+    may_end_early = is_inherited and ends_early(settings, horizon)
+    if fits or mix.allow_budget_mismatch or may_end_early:
         return
-    begin = settings.curriculum_begin
     counts = f", which count from token {begin:,} of the run," if begin else ""
     raise ValueError(
         f"--curriculum: its phases{counts} end at {budget:,}, but the run trains on {total:,} "

@@ -52,9 +52,10 @@ from nanochat.checkpoint import (
 from nanochat.cli import EXIT_FAILED, Parser, run_main, setup_logging
 from nanochat.common import Bits, counted, few, show, table
 from nanochat.dist import VERSIONS
+from nanochat.model_code import changed_code
 from nanochat.pins import compare_files
 from nanochat.run_dir import around_difference, changes_text, find_run, is_step, read_cursors
-from nanochat.run_facts import differing_settings, validation_note
+from nanochat.run_facts import differing_code, differing_settings, validation_note
 from nanochat.run_history import (
     Effect,
     Parting,
@@ -768,14 +769,25 @@ def data_lines(a: RunReader, b: RunReader) -> list[str]:
     return lines
 
 
+def model_code(side: Side) -> dict[str, str]:
+    """{file: hash} of the code that trained the newest checkpoint of a side."""
+    if side.run is not None:
+        return side.run.model_code
+    [path] = side.saved.values()
+    return read_seal(path).get("model_code", {})
+
+
 def print_settings(a: Side, b: Side) -> None:
-    """Print the files and settings of two runs that differ, and what --without-documents explains."""
-    if a.run is None or b.run is None:
-        return
-    of_data = data_lines(a.run, b.run)
+    """Print the files, model code and settings of two sides that differ, and what --without-documents
+    explains. A single checkpoint has no files and no settings."""
+    of_data: list[str] = []
+    if a.run is not None and b.run is not None:
+        of_data = data_lines(a.run, b.run)
+        differ = differing_settings([a.run, b.run])
+    else:
+        differ = differing_code([model_code(a), model_code(b)])
     if of_data:
         print("", *of_data, sep="\n")
-    differ = differing_settings([a.run, b.run])
     if not differ:
         return
     rows = [
@@ -828,6 +840,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             b = with_ancestors(b, histories[1], parting, notes)
     parts = compare(a, b, notes)
     equal, summary = summarize(parts, notes)
+    changed = changed_code(model_code(a), model_code(b))
+    if changed and not equal:
+        summary += f"; other model code: {few(changed)}"
     print(summary, "", f"a = {a.about}", f"b = {b.about}", sep="\n")
     for note in notes:
         print(f"note: {note}")

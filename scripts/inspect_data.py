@@ -567,12 +567,13 @@ def named_documents(ancestry: Ancestry, args: argparse.Namespace) -> list[Traced
         first = "first " if is_cut else ""
         num_left_out = sum(traced.is_left_out for traced in others)
         masked = f" ({num_left_out:,} left out by --without-documents)" if num_left_out else ""
+        others_too = ", perhaps other parts than this text" if used else ""
         end = "; the search stopped there" if is_cut else ""
         if is_cut or len(found) > DOCUMENTS:
             end += f"; at most {DOCUMENTS} are listed"
         print(
             f"{visible(args.text)!r}: {ancestry.who()} trained on parts of {len(used)} of the {first}"
-            f"{counted(len(found), 'document')} containing it{masked}{end}"
+            f"{counted(len(found), 'document')} containing it{masked}{others_too}{end}"
         )
     return found[:DOCUMENTS]
 

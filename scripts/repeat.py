@@ -27,8 +27,9 @@ Without that assumption, all 2^n ways to flip the signs of the differences are e
 at least 2 / 2^n: n pairs can be significant only from n = 6 on. With fewer, the verdict says so.
 
 All runs must read the same files: a seed that would be trained on others, because a branch moved on
-or a folder has a new file, is refused before it begins. With `--against`, the training files may
-differ only if the flags name other data than BASE's; the validation text may not.
+or a folder has a new file, is refused before it begins. The same holds for the code of the model. With
+`--against`, the training files may differ only if the flags name other data than BASE's, the code may
+differ, and the validation text may not.
 
 <base dir>/repeats/NAME.json has the results, seeds and flags. <base dir> is $NANOCHAT_BASE_DIR or
 ~/.cache/nanochat.
@@ -55,6 +56,7 @@ from nanochat.cli import Parser, run_main, whole
 from nanochat.common import (
     as_path,
     begin_launch,
+    few,
     get_base_dir,
     print0,
     read_json,
@@ -63,6 +65,7 @@ from nanochat.common import (
 )
 from nanochat.config import Settings, changes_of, flag, from_flags
 from nanochat.files import default_data_path
+from nanochat.model_code import changed_code, code_now
 from nanochat.pins import Manifests, compare_files, trains_on_same
 from nanochat.run_dir import run_path
 from nanochat.run_facts import validation_note, validation_text
@@ -250,6 +253,16 @@ def check_data(
     )
 
 
+def check_code(run: RunReader, code: Mapping[str, str], who: str) -> None:
+    """ValueError if a run was trained by other model code than `who`, whose code is given."""
+    changed = changed_code(run.model_code, code)
+    if changed:
+        raise ValueError(
+            f"{few(changed)}: {who} other model code than {run.name} was trained with, so their results cannot be "
+            f"compared; restore that code, or train all seeds under another --name"
+        )
+
+
 def check_settings(run: RunReader, settings: Settings, names: Sequence[str], retrain: str) -> None:
     """ValueError if a launch of a run had other values of some settings than the command has.
     `retrain`: what would be trained again with those of the command."""
@@ -272,8 +285,9 @@ def check_settings(run: RunReader, settings: Settings, names: Sequence[str], ret
 def check_before(
     runs: Sequence[RunReader], first: RunReader | None, settings: Settings, *, against: bool
 ) -> RunReader | None:
-    """`check_settings` and `check_data` of the runs that have begun, and of the files that the others
-    would read now. Returns the run that all are compared with: `first`, else the first that has begun, if any."""
+    """`check_settings`, `check_code` and `check_data` of the runs that have begun, and of the files
+    that the others would read now. Returns the run that all are compared with: `first`, else the
+    first that has begun, if any."""
     begun = [] if settings.resume == "scratch" else [run for run in runs if run.manifests]
     first = first or next(iter(begun), None)
     if first is None:
@@ -281,6 +295,7 @@ def check_before(
     check_settings(first, settings, ["eval_tokens"], "the base" if against else "all seeds")
     for run in begun:
         check_settings(run, settings, ["eval_tokens", *OF_LENGTH], "all seeds")
+        check_code(run, code_now(run.model_code), "this is")
         check_data(first, run.manifests, settings, run=run.name, against=against)
     if len(begun) < len(runs) and settings.fork_from is None:
         check_data(first, files_now(settings), settings, against=against)
@@ -331,9 +346,14 @@ def train_all(
 
     (get_base_dir() / "repeats").mkdir(parents=True, exist_ok=True)
     if jobs == 1:  # a pool would begin the next run before the error of one ends the command
-        return [train(seed) for seed in seeds]
-    with ThreadPoolExecutor(jobs) as pool:
-        return list(pool.map(train, seeds))
+        values = [train(seed) for seed in seeds]
+    else:
+        with ThreadPoolExecutor(jobs) as pool:
+            values = list(pool.map(train, seeds))
+    trained = [RunReader(run.run_dir) for run in runs]
+    for run in trained:  # someone may have edited the code meanwhile
+        check_code(trained[0], run.model_code, f"{run.name} has")
+    return values
 
 
 def command_of(flags: Sequence[str], nproc: int) -> list[str]:
@@ -397,12 +417,14 @@ def digits(value: float) -> str:
 
 
 def print_differences(base: RunReader, run: RunReader, name: str) -> None:
-    """Print what the data of two runs with equal seeds has to do with their difference."""
+    """Print what data and model code of two runs with equal seeds have to do with their difference."""
     if note := validation_note([base, run]):
         print0(f"warning: {note}", "", sep="\n")
     if base.manifests and run.manifests and not trains_on_same(base.manifests, run.manifests):
         flags = ", ".join(map(flag, named_changes(base.last_config, run.last_config)))
         print0(f"note: the training data is not that of {name} ({flags})", "", sep="\n")
+    if changed := changed_code(base.model_code, run.model_code):
+        print0(f"note: other model code than {name}'s: {few(changed)}", "", sep="\n")
 
 
 def print_effect(effect: dict[str, Any]) -> None:

@@ -20,6 +20,9 @@ Forks are listed below their parent, with the step at which they branch off and 
       warm    completed       @10: matrix_lr 0.02 -> 0.01
         hot   running         @20: matrix_lr 0.01 -> 0.04
     lost      completed       old@500 (not here): nothing changed
+    tuned     completed       weights of step 500 of mine
+
+The last line is of a run that is not a fork: it began with --init-from.
 """
 
 import argparse
@@ -50,6 +53,8 @@ SORTS = {
     "eta": "eta_s",
     "age": "heartbeat_age_s",
 }
+# states of runs that may have taken steps after their last save
+RESUMABLE = ("halted", "failed", "dead", "stopped")
 # terminal color codes
 GREEN = 32
 YELLOW = 33
@@ -86,10 +91,10 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def fork_text(run: dict[str, Any], *, below_parent: bool = False) -> str | None:
-    """Where a run branched off, and what it changed. `below_parent`: the line above names the
-    parent."""
+    """Where a run branched off, and what it changed, or whose weights --init-from gave it; None if
+    neither. `below_parent`: the line above names the parent."""
     if run["fork"] is None:
-        return None
+        return f"weights of {run['begun_with']}" if run["begun_with"] else None
     fork = Fork(**run["fork"])
     place = f"@{fork.step:,}" if below_parent else fork.place
     note = "" if run["parent"] else " (not here)"
@@ -103,6 +108,9 @@ def cells(run: dict[str, Any]) -> dict[str, Any]:
     progress = f"{show(step)}/{show(total)}"
     if step is not None and total:
         progress += f" ({100 * step / total:.1f} %)"
+    saved = run.get("saved_step")
+    if run["shown"] in RESUMABLE and step is not None and saved is not None and saved < step:
+        progress += f", saved {saved:,}"  # from where a resume continues
     bpb, bpb_step = run["val_bpb"], run.get("val_step")
     if bpb is not None and bpb_step is not None:
         bpb = f"{show(Bits(bpb))} at step {bpb_step:,}"
@@ -125,7 +133,7 @@ def cells(run: dict[str, Any]) -> dict[str, Any]:
 def status_text(run: dict[str, Any]) -> str:
     """The status of one run, one value per line."""
     values = cells(run)
-    values["fork of"] = fork_text(run)
+    values["fork of" if run["fork"] else "began with"] = fork_text(run)
     if run["status"] is not None:
         began = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(run["started"]))
         ago = duration(time.time() - run["started"])
@@ -222,7 +230,7 @@ def print_table(runs: Sequence[dict[str, Any]]) -> None:
         depth = depths[run["run"]]
         row = cells(run)
         row["run"] = "  " * depth + row["run"]
-        if any(run["fork"] for run in runs):
+        if any(map(fork_text, runs)):
             row["fork"] = fork_text(run, below_parent=depth > 0)
         rows.append(row)
     lines = table([*rows[0]], [[*row.values()] for row in rows])

@@ -40,10 +40,10 @@ from typing import Any
 import numpy as np
 
 from nanochat.cli import Parser, run_main
-from nanochat.common import Bits, check_shape, counted, hash_json, print0, table, write_bytes
+from nanochat.common import Bits, check_shape, counted, few, hash_json, print0, table, write_bytes
 from nanochat.pins import fingerprint
 from nanochat.run_dir import CONFIG_NAME, but_resume, config_at, find_run, list_runs
-from nanochat.run_facts import validation_note
+from nanochat.run_facts import differing_code, validation_note
 from nanochat.run_reader import RunReader
 
 COLUMNS = (
@@ -275,6 +275,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     # what to know about the figures
     if text := validation_note(runs):
         print0(f"warning: {text}", "", sep="\n")
+    if code := differing_code([run.model_code for run in runs]):
+        print0(f"warning: the runs differ in {few(name for name, *_ in code)}", "", sep="\n")
     if any(run.fork for run in runs):
         print0(
             "note: tokens, flops and train_time_s of a fork count those of its ancestors, too; tokens_per_s is "

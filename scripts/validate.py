@@ -143,7 +143,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if start.seal.get("status") == "halted" and (over := start.over()) is not None:
         print(f"note: {over.sentence}")
     # float32 weights, and two more float32 per weight in the optimizer
-    check_disk(start, 3 * sum(4 * p.numel() for p in model.parameters()))
+    has_room = check_disk(start, 3 * sum(4 * p.numel() for p in model.parameters()))
     run = find_data(start, tokenizer)
     ok("files")
     print_split(run)
@@ -159,7 +159,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         ok(f"plot {args.plot}")
     is_good = report_plan(plan, run)
     if is_good and not refused:
-        ok("training can start")
+        if has_room:
+            ok("training can start")
+        else:
+            print("warning: training can start, but the disk will be full before it ends")
     return 0 if is_good and not refused else EXIT_FAILED
 
 
@@ -230,23 +233,30 @@ def ok(text: str) -> None:
     print(f"ok: {text}")
 
 
-def check_disk(start: Start, num_bytes: int) -> None:
-    """Print whether checkpoints of `num_bytes` each fit on the disk. ValueError if not even the
-    first few do."""
+def size_text(num_bytes: int) -> str:
+    """1.2 GB, 34.0 MB."""
+    return f"{num_bytes / 1e9:,.1f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:,.1f} MB"
+
+
+def check_disk(start: Start, num_bytes: int) -> bool:
+    """Print, and return, whether checkpoints of `num_bytes` each fit on the disk. ValueError if not
+    even the first few do."""
     num_steps = start.horizon.num_iterations
     folder = next(p for p in (start.run_dir, *start.run_dir.parents) if p.exists())
     free = shutil.disk_usage(folder).free
     fork = Fork.of(start.settings.fork)
     number = start.settings.number_kept(num_steps, fork_step=fork.step if fork else None)
     needs = (
-        f"{free / 1e9:,.1f} GB free in {folder}, a checkpoint takes about {num_bytes / 1e9:,.3f} GB, the run "
+        f"{size_text(free)} free in {folder}, a checkpoint takes about {size_text(num_bytes)}, the run "
         f"keeps {number:,}"
     )
     if free < COPIES * num_bytes:
         raise ValueError(
             f"disk: {needs}; free some space, or set NANOCHAT_BASE_DIR to another disk"
         )
-    print(f"{'ok' if free > (number + 1) * num_bytes else 'warning'}: disk: {needs}")
+    has_room = free > (number + 1) * num_bytes
+    print(f"{'ok' if has_room else 'warning'}: disk: {needs}")
+    return has_room
 
 
 def decontaminate(run: Run, named: str, n: int, list_path: Path) -> None:

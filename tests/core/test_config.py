@@ -21,6 +21,7 @@ from nanochat.config import (
     current,
     fields_of,
     flag,
+    flags_of_run,
     resume_settings,
     settings_table,
 )
@@ -104,7 +105,6 @@ def test_help_shows_each_flag_with_its_default():
         ),
         # regression: one row was evaluated, where others mean all of the data by -1
         (["--eval-tokens=-1"], "--eval-tokens: got -1, expected at least 1"),
-        (["--weight-decay=-1"], "--weight-decay: got -1.0, expected at least 0"),
         (["--num-iterations=-2"], "--num-iterations: got -2, expected at least 1"),
         *(
             ([f"--{name}={value}"], f"--{name}: got {value}, expected at least -")
@@ -406,6 +406,13 @@ def test_the_config_json_of_an_imported_run_is_a_file_of_flags(tmp_path):
 def test_the_config_json_of_a_run_with_removed_settings_is_a_file_of_flags(tmp_path):
     write_json(tmp_path / "config.json", {**RUN.to_json(), **OLD, "derived": {}})
     assert parse(f"--config={tmp_path / 'config.json'}") == RUN
+
+
+@pytest.mark.parametrize("number", [-1, 0])
+def test_an_older_run_that_evaluated_one_row_is_still_read(number):
+    config = {**Settings().to_json(), "eval_tokens": number}
+    assert Settings.from_json(config).eval_tokens == 1
+    assert flags_of_run({**config, "derived": {}})["eval_tokens"] == 1
 
 
 def test_the_milestones_of_an_older_run_are_its_save_at(tmp_path):

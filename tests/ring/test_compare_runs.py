@@ -30,7 +30,7 @@ from nanochat.run_reader import RunReader
 from nanochat.schedule import Schedule
 from scripts import average, compare_runs, tok_shards
 from tests import training
-from tests.checkpoints import reseal
+from tests.checkpoints import of_other_code, reseal
 from tests.finished import RUN, STEPS, command, copy
 from tests.forks import as_fork
 
@@ -852,3 +852,21 @@ def test_values_of_other_types_shapes_and_kinds(a, b, text):
     assert difference == text or (
         difference is not None and text is not None and difference.startswith(text)
     )
+
+
+# ---- the code of the model -----------------------------------------------------------------------
+
+
+def test_other_model_code_is_named_in_the_summary_and_beside_the_settings(base, tmp_path):
+    """Regression: the losses seemed to differ by rounding alone, and no setting."""
+    run = shutil.copytree(base / "runs" / "seed", tmp_path / "other")
+    of_other_code(run)
+    equal, summary, rest = compare("a", str(run))
+    assert not equal and summary.endswith("other model code: nanochat/gpt.py")
+    table = rest[rest.index("settings that differ") :]
+    assert re.search(r"\ncode of nanochat/gpt\.py +[0-9a-f]{8} +0{8}\n", table)
+    # of a checkpoint, no settings are known
+    _, summary, rest = compare("a@6", str(run / "checkpoints" / "final"))
+    assert "other model code" in summary and "code of nanochat/gpt.py" in rest
+    _, summary, rest = compare("a", "seed")
+    assert "code of" not in rest and "model code" not in summary

@@ -327,6 +327,20 @@ def test_two_runs_show_the_settings_that_differ(runs, tmp_path):
     assert [run["digests"][30] for run in data["runs"]] == [f"{30:016x}", "f" * 16]
 
 
+def test_two_runs_show_the_files_of_their_model_code_that_differ(runs, tmp_path):
+    paths = [shutil.copytree(run, tmp_path / run.name) for run in runs]
+    for path, gpt in zip(paths, ("1" * 32, "2" * 32)):
+        (path / "checkpoints" / "final").mkdir(parents=True)
+        code = {"nanochat/gpt.py": gpt, "nanochat/attention.py": "3" * 32}
+        seal = {"step": 40, "files": {}, "model_code": code}
+        write_json(path / "checkpoints" / "final" / "trainer_state.json", seal)
+    text, _ = write(paths, tmp_path / "page.html")
+    differs = text[text.index("<h3>What differs</h3>") :].partition("</table>")[0]
+    cells = re.findall(r"<td>(.*?)</td>", differs)
+    assert cells[:3] == ["code of nanochat/gpt.py", "1" * 8, "2" * 8]
+    assert "attention" not in differs
+
+
 def test_a_length_that_is_worked_out_is_shown_as_it_is(runs, tmp_path):
     """Regression: the page of a run whose curriculum decides its length had num_iterations -1."""
     paths = [shutil.copytree(run, tmp_path / run.name) for run in runs]

@@ -14,6 +14,7 @@ from nanochat.common import read_json
 from nanochat.run_dir import list_runs
 from scripts import base_train, repeat
 from tests import training
+from tests.checkpoints import of_other_code
 
 workplace = training.in_workplace(**training.SMALL, num_iterations=2, save_every=-1, eval_every=2)
 
@@ -235,6 +236,36 @@ def test_seeds_that_read_other_data_are_not_pooled(warm_processes, capfd):
     error = refused("--name=p", "--seeds=3")
     assert "p-seed2 has read other training data than p-seed1 (shard_0.parquet differs)" in error
     assert "p-seed2 has read" in refused("--name=v", "--against=p")
+
+
+# ---- the code of the model -----------------------------------------------------------------------
+
+
+def test_seeds_that_other_model_code_trained_are_not_pooled(warm_processes, capfd):
+    """Regression: two old seeds and a new one had one mean, and old results were given as those of
+    the new code."""
+    command(capfd, "--name=p", "--seeds=2")
+    of_other_code(training.run_dir("p-seed1"))
+    for seeds in (2, 3):
+        error = refused("--name=p", f"--seeds={seeds}")
+        assert "nanochat/gpt.py" in error and "p-seed1" in error
+        assert "under another --name" in error
+    _, out = command(capfd, "--name=v", "--against=p")
+    assert 0 < out.index("other model code than p's: nanochat/gpt.py") < out.index("mean differ")
+
+
+def test_code_that_is_edited_while_seeds_train_ends_the_command(warm_processes, monkeypatch):
+    launch = subprocess.run
+
+    def edit_after_the_first(command, **kwargs):
+        ended = launch(command, **kwargs)
+        if "--model-tag=p-seed1" in command:
+            of_other_code(training.run_dir("p-seed1"))
+        return ended
+
+    monkeypatch.setattr(subprocess, "run", edit_after_the_first)
+    with pytest.raises(ValueError, match=r"gpt\.py: p-seed2 has other model code than p-seed1"):
+        repeat.main(["--name=p", "--seeds=2", "--", *training.flags(model_tag=None)])
 
 
 def test_after_a_run_that_failed_no_other_one_begins(monkeypatch):

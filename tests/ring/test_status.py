@@ -324,6 +324,27 @@ def test_forks_are_below_their_parent_with_their_step_and_changes(base, capsys):
     assert "fork of          b@1,030: nothing changed\n" in capsys.readouterr().out
 
 
+def test_a_run_names_the_run_whose_weights_it_began_with(base, capsys):
+    """Regression: nothing in status told it from a run that began with random weights."""
+    config = {"max_seq_len": 64, "init_from": "a@20", "origin": {"run": "a", "step": 20}}
+    for name, of_run in (("a", {"max_seq_len": 64}), ("b", config)):
+        write_json(fake_run(base, name, "completed") / "config.json", of_run)
+    status.main([])
+    _, of_a, of_b = capsys.readouterr().out.splitlines()
+    assert "step 20" not in of_a and of_b.endswith("weights of step 20 of a")
+    status.main(["b"])
+    assert re.search(r"\nbegan with +weights of step 20 of a\n", capsys.readouterr().out)
+
+
+def test_a_run_that_failed_after_its_last_save_says_what_is_saved(base, capsys):
+    """Regression: "30/30 (100.0 %)", and 20 of these steps were lost with a full disk."""
+    for state, words in (("failed", "100.0 %), saved 10"), ("running", "100.0 %)")):
+        path = fake_run(base, state, state, step=30, num_iterations=30)
+        (path / "checkpoints" / "checkpoint-10").mkdir(parents=True)
+        status.main([state])
+        assert re.search(rf"step +30/30 \({re.escape(words)}\n", capsys.readouterr().out)
+
+
 def test_the_tokens_of_a_fork_are_those_of_its_ancestors_and_its_own(base, capsys):
     fake_run(base, "a", "completed", tokens=5000)
     as_fork(fake_run(base, "b", "completed", tokens=5000), "a", 20, tokens=2000)

@@ -16,6 +16,7 @@ from nanochat.run_dir import read_config
 from nanochat.run_reader import RunReader
 from scripts import base_train, sweep
 from tests import training
+from tests.checkpoints import of_other_code
 
 ROOT = Path(__file__).parents[2]
 SIZES = {"small": 12, "medium": 24, "large": 36}
@@ -118,6 +119,15 @@ def test_different_validation_text_is_named_above_the_table(runs, tmp_path, caps
     assert 0 <= (output := capsys.readouterr().out).find(warning) < output.index("val_bpb")
     assert sweep.main(["s_small", "s_large", f"--out={tmp_path}"]) == 0
     assert warning not in (output := capsys.readouterr().out) and "ancestors" not in output
+
+
+def test_other_model_code_is_named_above_the_table(runs, tmp_path, capsys):
+    other = shutil.copytree(runs / "runs" / "s_large", tmp_path / "other")
+    of_other_code(other)
+    for name, is_other in ((str(other), True), ("s_large", False)):
+        assert sweep.main(["s_small", name, f"--out={tmp_path}"]) == 0
+        output = capsys.readouterr().out.partition("val_bpb")[0]
+        assert ("warning: the runs differ in code of nanochat/gpt.py" in output) == is_other
 
 
 def test_what_the_figures_of_a_fork_count_is_said(runs, tmp_path, capsys):

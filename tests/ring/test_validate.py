@@ -334,6 +334,21 @@ def test_a_disk_that_is_too_small_is_an_error(workplace, monkeypatch):
     assert code == 1 and "disk" in err and "NANOCHAT_BASE_DIR" in err
 
 
+def test_a_disk_that_will_be_full_is_no_ok(workplace, monkeypatch):
+    """Regression: 34 MB were "0.0 GB free", and below the warning was "ok: training can start"."""
+    mix(workplace, 5, 0.01)
+    usage = shutil.disk_usage(workplace)
+    more = {"num_iterations": 10, "save_every": 1, "keep_last_k": 100}
+    _, out, _ = checked(**more)
+    assert "\nok: training can start" in out
+    [size] = re.findall(r"a checkpoint takes about ([0-9.]+) MB", out)
+    free = int(float(size) * 1e6 * 4)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=free))
+    code, out, _ = checked(**more)
+    assert code == 0 and f"warning: disk: {free / 1e6:,.1f} MB free" in out
+    assert "warning: training can start, but the disk" in out and "ok: training" not in out
+
+
 @pytest.mark.parametrize(
     ("changed", "number"),
     [

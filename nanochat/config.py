@@ -57,6 +57,7 @@ from nanochat.run_dir import (
     curriculum_text,
     find_run_at,
     read_config,
+    run_made_of,
     run_path,
     step_in,
 )
@@ -863,7 +864,7 @@ def resume_settings(
     ]
     if refused:
         ways = []
-        if can_fork:
+        if can_fork and not run_made_of(run_dir):
             ways.append(f"--fork-from={run_dir.name} continues this run with them")
         if can_init:
             ways.append(f"--init-from={run_dir.name} starts a run with its weights")

@@ -44,6 +44,7 @@ from nanochat.cli import read_yaml
 from nanochat.common import (
     can_be_path,
     check_shape,
+    counted,
     get_base_dir,
     get_dist_info,
     parse_json,
@@ -472,6 +473,12 @@ def summary(scores: Sequence[Score]) -> dict[str, Any]:
         "results": {score.task.label: score.accuracy for score in scores},
         "centered_results": {score.task.label: score.centered for score in scores},
     }
+
+
+def describe_items(core: Mapping[str, Any]) -> str:
+    """How much a score in eval.json is of: "7 tasks, 140 items". Older files have no number of items."""
+    tasks = counted(len(core["results"]), "task")
+    return f"{tasks}, {counted(core['items'], 'item')}" if "items" in core else tasks
 
 
 def write_csv(path: Path, result: Mapping[str, Any]) -> None:

@@ -140,7 +140,7 @@ class RunMirror(Mirror):
             self.marks = read_marks(self.store)
             newest = next(iter(self.marks.values()), None)
             if newest is not None:
-                self._check_run(newest)
+                check_run(self.store.where, newest, settings, run_dir, self.run)
                 self.run = newest.run
             stack.pop_all()
         self._state: dict[str, Any] = {
@@ -154,24 +154,31 @@ class RunMirror(Mirror):
             "problem": "",
         }
 
-    def _check_run(self, newest: Mark) -> None:
-        """ValueError if the mirror, which has this mark, holds another run than this directory."""
-        where = self.store.where
-        if newest.name != self.run_dir.name:
-            raise ValueError(
-                f"{where}: it holds the run {newest.name}, not {self.run_dir.name}; name another place for the "
-                f"mirror of this run"
-            )
-        if self.settings.resume == "scratch" and newest.checkpoint != START:
-            raise ValueError(
-                f"{where}: it holds this run, which --resume=scratch would start over; name another place for the "
-                f"mirror of the new run"
-            )
-        if is_run_dir(self.run_dir) and self.run != newest.run:
-            raise ValueError(
-                f"{where}: it holds a run {newest.name} that began elsewhere, and {self.run_dir} is not a copy of "
-                f"it; rename that folder, or name another place for the mirror of this run"
-            )
+    @staticmethod
+    def preview(settings: Settings, run_dir: Path) -> str:
+        """What a launch would find in its mirror, as a sentence. Changes nothing, here and there, and
+        does not ask for an owner. ValueError or OSError for a mirror that a launch would refuse."""
+        assert settings.mirror_to is not None
+        check_place(settings.mirror_to)
+        store = open_store(settings.mirror_to, make=False)
+        try:
+            marks = read_marks(store)
+        except FileNotFoundError:  # a launch would make the folder
+            marks = {}
+        if not marks:
+            return f"{store.where}: it has no checkpoint yet"
+        newest = next(iter(marks.values()))
+        known = read_mirror_state(run_dir)
+        check_run(store.where, newest, settings, run_dir, known["run"] if known else "")
+        fetch = Fetch(store, marks, run_dir)
+        if not is_run_dir(run_dir):
+            fetch.check_settings(settings)
+        found = f"{store.where}: it has step {newest.step:,}"
+        if newest.checkpoint == START:
+            return f"{store.where}: it has the start of the run, and no checkpoint yet"
+        if newest.step <= fetch.local_step():
+            return f"{found}, which is not newer than the run here"
+        return f"{found}, which a launch would fetch and resume from; this check is of the run without it"
 
     def lost(self) -> str:
         return self.lease.lost
@@ -355,13 +362,14 @@ class RunMirror(Mirror):
     def _note_copy(self, job: Job, num_bytes: int, seconds: float) -> None:
         """Log a copy that is complete."""
         step = job.seal["step"]
+        is_new = (job.checkpoint, step) != (self._state["checkpoint"], self._state["step"])
         with self._changed:
             self._problem = ""
             self.slowest_s = max(self.slowest_s, seconds)
             record = {"checkpoint": job.checkpoint, "seconds": seconds, "bytes": num_bytes}
             if job.checkpoint != START:
                 self._news.append(("mirrored", record))
-        if num_bytes:
+        if num_bytes and is_new:  # else some lines of the log alone
             print0(
                 f"mirror: {job.checkpoint} copied, {num_bytes / 1e6:,.1f} MB in {duration(seconds)}"
             )
@@ -470,6 +478,26 @@ class RunMirror(Mirror):
 
 
 # ---- helpers -------------------------------------------------------------------------------------
+
+
+def check_run(where: str, newest: Mark, settings: Settings, run_dir: Path, run: str) -> None:
+    """ValueError if a mirror, which has this mark, holds another run than this directory. `run`: the
+    run that the directory is a copy of, in a mirror's words."""
+    if newest.name != run_dir.name:
+        raise ValueError(
+            f"{where}: it holds the run {newest.name}, not {run_dir.name}; name another place for the mirror "
+            f"of this run"
+        )
+    if settings.resume == "scratch" and newest.checkpoint != START:
+        raise ValueError(
+            f"{where}: it holds this run, which --resume=scratch would start over; name another place for the "
+            f"mirror of the new run"
+        )
+    if is_run_dir(run_dir) and run != newest.run:
+        raise ValueError(
+            f"{where}: it holds a run {newest.name} that began elsewhere, and {run_dir} is not a copy of it; "
+            f"rename that folder, or name another place for the mirror of this run"
+        )
 
 
 def check_place(where: str) -> None:

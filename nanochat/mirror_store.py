@@ -78,25 +78,28 @@ class Store(Protocol):
         launch owns it."""
 
 
-def open_store(where: str) -> Store:
-    """The place that --mirror-to names. ValueError or OSError if it cannot hold a mirror."""
+def open_store(where: str, *, make: bool = True) -> Store:
+    """The place that --mirror-to names; without `make`, to read what may be there. ValueError or
+    OSError if it cannot hold a mirror."""
     refuse_secrets(where)
     if is_remote(where):
         return open_door(BUCKET)(where)
-    return Folder(as_local_path(where, "--mirror-to"))
+    return Folder(as_local_path(where, "--mirror-to"), make=make)
 
 
 class Folder:
     """A mirror in a local folder, such as one on a second disk or on NFS. Only its last part is
     made: a missing parent is usually a disk that is not mounted."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, make: bool = True) -> None:
         self.path = path.expanduser().absolute()
         self.where = f"--mirror-to={self.path}"
         if not self.path.parent.is_dir():
             raise ValueError(
                 f"{self.where}: the folder {self.path.parent} does not exist; mount its disk, or make it"
             )
+        if not make:
+            return
         try:
             for folder in (self.path, *(self.path / name for name in FOLDERS)):
                 make_folder(folder)

@@ -202,6 +202,7 @@ def make_receipt(
     where its data is now. ValueError or
     FileNotFoundError if the log lacks a digest, or if a file of the data has changed or is
     missing."""
+    run.check_trained()
     steps, digests = run.num_steps if steps is None else steps, run.digests
     first = run.first_step
     missing = next((step for step in range(first, steps) if step not in digests), None)

@@ -326,6 +326,23 @@ def made_of(seal: Mapping[str, Any]) -> str:
     return f"the mean of {len(averaged)} checkpoints of {run}"
 
 
+def run_made_of(run_dir: Path) -> str:
+    """What the weights of a run's checkpoints are, if no training saved them (see `made_of`); else "",
+    also without checkpoints, or if one cannot be read."""
+    found = ""
+    for path in checkpoint_folders(run_dir).values():
+        file = path / "trainer_state.json"
+        try:
+            seal = {"averaged": [], **read_json(file, {"files": dict})}
+            check_shape(seal, {"averaged": [str]}, file)
+        except (OSError, ValueError):
+            return ""
+        found = made_of(seal)
+        if not found:
+            return ""
+    return found
+
+
 def delete_checkpoint(path: Path) -> None:
     """Delete a checkpoint so that a crash leaves either all of it or only a hidden name. ValueError
     if the path does not have the name of a checkpoint."""

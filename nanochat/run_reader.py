@@ -44,9 +44,9 @@ from nanochat.run_dir import (
     find_run_at,
     is_step,
     iter_log,
-    made_of,
     read_config,
     read_cursors,
+    run_made_of,
 )
 from nanochat.run_owner import exit_code, liveness
 from nanochat.run_state import (
@@ -190,9 +190,15 @@ class RunReader:
     @cached_property
     def made_of(self) -> str:
         """What the run's weights are, if it has taken no step itself (see `run_dir.made_of`); else ""."""
-        if self.launches or not self._newest_seal:
-            return ""
-        return made_of(self._newest_seal)
+        return "" if self.launches else run_made_of(self.run_dir)
+
+    def check_trained(self) -> None:
+        """ValueError if the run has taken no step itself, so that it has no rows."""
+        if self.made_of:
+            raise ValueError(
+                f"{self.name}: its weights are {self.made_of}, and it has read no rows itself; name the run that "
+                f"trained them"
+            )
 
     @property
     def model_code(self) -> dict[str, str]:
@@ -208,9 +214,9 @@ class RunReader:
             return {}
         path = checkpoint_folders(self.run_dir)[newest] / "trainer_state.json"
         with contextlib.suppress(OSError, ValueError):  # it cannot be read
-            seal = {"averaged": [], "model_code": {}, **read_json(path, {"files": dict})}
+            seal = {"model_code": {}, **read_json(path, {"files": dict})}
             code = seal["model_code"]
-            check_shape(seal, {"averaged": [str], "model_code": dict.fromkeys(code, str)}, path)
+            check_shape(seal, {"model_code": dict.fromkeys(code, str)}, path)
             return seal
         return {}
 

@@ -275,7 +275,8 @@ def without_effect(settings: Settings, named: Collection[str]) -> list[str]:
     """The settings among `named` that have no effect, because of another one, each with the reason."""
     packer = LAYOUTS[settings.packing]
     never_splits = packer.of.__func__ in (Packer.of.__func__, Binned.of.__func__)  # type: ignore[attr-defined]
-    crops = settings.packing == "bestfit" and settings.long_docs == "crop"
+    has_lanes = settings.order != "megatron"
+    crops = has_lanes and settings.packing == "bestfit" and settings.long_docs == "crop"
     has_steps = settings.num_iterations > 0
     has_flops = settings.target_flops > 0
     has_tokens = settings.curriculum_end > 0
@@ -283,6 +284,8 @@ def without_effect(settings: Settings, named: Collection[str]) -> list[str]:
         ("long_docs", never_splits, f"with --packing={settings.packing}"),
         ("overlap", never_splits, f"with --packing={settings.packing}"),
         ("overlap", crops, "with --long-docs=crop"),
+        ("overlap", not has_lanes, "with --order=megatron"),
+        ("buffer_size", not has_lanes, "with --order=megatron"),
         ("target_flops", has_steps, "with --num-iterations"),
         ("target_param_data_ratio", has_steps, "with --num-iterations"),
         ("target_param_data_ratio", has_flops and not has_steps, "with --target-flops"),

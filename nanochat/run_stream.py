@@ -189,11 +189,7 @@ def open_stream_of(run_dir: Path, moved_to: MovedTo = NOT_MOVED) -> Opened:
     """The stream of a run. ValueError or FileNotFoundError if its data has changed or is missing, or if
     it has taken no step."""
     run = RunReader(run_dir)
-    if run.made_of:
-        raise ValueError(
-            f"{run.name}: its weights are {run.made_of}, and it has read no rows itself; name the run that "
-            f"trained them"
-        )
+    run.check_trained()
     data, config, settings = open_run(run_dir, *moved_to)
     return Opened(
         run,

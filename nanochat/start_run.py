@@ -193,7 +193,7 @@ class Start:
         if status == "completed" and self.step >= self.horizon.num_iterations and ended:
             done = f"completed after {counted(self.step, 'step')} ({where})"
             further = how_to_extend(self.settings, self.horizon)
-            if made_of(self.seal):
+            if made_of(self.seal) or not order_of(self.settings).can_grow:
                 further = "start a new run from its weights with "
                 further += f"--init-from={self.run_dir.name} --model-tag=NAME"
             return Over(

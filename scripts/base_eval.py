@@ -390,7 +390,8 @@ def evaluate(
     }
     if "core" in args.eval:
         scores = evaluate_tasks(args, model, tokenizer)
-        result["core"] = core_eval.summary(scores)
+        num_items = sum(len(score.right) for score in scores)
+        result["core"] = core_eval.summary(scores) | {"items": num_items}
     if "bpb" in args.eval or "sample" in args.eval:
         last_step = meta["step"] - 1
         if args.val_path is None:
@@ -426,7 +427,8 @@ def report(result: dict[str, Any]) -> None:
     if result["train_bpb"] or result.get("train_loss"):
         lines.append(TRAIN_SAMPLE)
     if "core" in result:
-        lines.append(f"CORE metric: {result['core']['core_metric']:.4f}")
+        amount = core_eval.describe_items(result["core"])
+        lines.append(f"CORE metric: {result['core']['core_metric']:.4f} ({amount})")
     print0("-" * 80, *lines, sep="\n")
 
 

@@ -13,17 +13,18 @@ the same order. The tokenizer and each manifest.json come along.
 The output holds whole documents in either format: ids that windows repeat are dropped, and a
 document's sequences are joined. GPTS cannot hold empty documents, so these are left out and
 counted. The pairs are byte for byte those that scripts.tok_shards writes for whole documents in
-that format.
+that format. In GPTS, each document ends with E, the end-of-document id: Megatron's files without it
+need --eod, which adds it.
 
     nanoGPT     a b E c d E                        uint16, nothing else; E after each document; --eod says which id
     llm.c       header E a b E c d                 256 int32, then uint16 (GPT-2) or uint32 (Llama 3); E before each
 
-Both are cut at E, the end-of-document id, and each document gets E at its end. A file whose name
+Both are cut at E, and each document gets E at its end. A file whose name
 has the word val goes below OUT/val, and then the others go below OUT/train. A document that llm.c
 split over two files becomes two.
 
 The same command resumes after a crash or Ctrl-C: a pair is kept if its .idx is not older than its
-source. Exit code: 0, or 1 with an error if a pair cannot be converted.
+source, and it ends with the --eod given. Exit code: 0, or 1 with an error if a pair cannot be converted.
 """
 
 import argparse
@@ -75,8 +76,8 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         "--eod",
         type=int,
         metavar="ID",
-        help="end-of-document id of GPTS pairs that no manifest.json lists (default: the last id of "
-        "each pair), and of nanoGPT's files (50256 for GPT-2)",
+        help="end-of-document id of pairs that no manifest.json lists (default: the last id of each "
+        "pair, if it ends all documents), and of nanoGPT's files (50256 for GPT-2)",
     )
     return parser.parse_args(argv)
 
@@ -129,12 +130,49 @@ def last_id(pair: TokenFile) -> int:
     return int(ids.sum())
 
 
+def find_eod(pair: TokenFile) -> int:
+    """The last id of a pair. ValueError if it does not end documents: if it is inside an entry, or
+    at the end of some of Megatron's documents alone."""
+    eod = last_id(pair)
+    for first in range(0, len(pair), BLOCK_ENTRIES):
+        last = min(first + BLOCK_ENTRIES, len(pair))
+        for number, ids in enumerate(pair.read(first, last), first):
+            inside = eod in ids[:-1]
+            missing = pair.format == "megatron" and len(ids) and ids[-1] != eod
+            if inside or missing:
+                raise ValueError(
+                    f"{pair.path}: no manifest.json names its end-of-document id, and its last id, {eod}, is "
+                    f"none: see entry {number:,}; pass --eod=ID (for --to=gpts, documents without it get it)"
+                )
+    return eod
+
+
+def check_eod(eod: int, dtype: DTypeLike, path: Path) -> None:
+    """ValueError unless ids of a type can be this end-of-document id."""
+    highest = np.iinfo(dtype).max
+    if not 0 <= eod <= highest:
+        raise ValueError(
+            f"--eod: got {eod:,}, expected 0 to {highest:,}, the ids that {path} can hold"
+        )
+
+
+def with_end(entries: Iterator[np.ndarray], eod: int) -> Iterator[np.ndarray]:
+    """Documents, each (n,), with the end-of-document id at the end of those that are not empty."""
+    for ids in entries:
+        is_ended = len(ids) == 0 or ids[-1] == eod
+        yield ids if is_ended else np.append(ids, ids.dtype.type(eod))
+
+
 def convert(source: Path, target: Path, *, to: str, eod: int | None) -> int:
     """Convert the pair `source` to `target` (paths of the .bin). Returns how many empty documents
     were left out. ValueError if the format cannot hold its documents."""
     pair = open_tokens(source)
     if pair.record is not None and pair.manifest is not None:
         tokenizer = pair.manifest["tokenizer"]
+        if eod not in (None, tokenizer["eod"]):
+            raise ValueError(
+                f"--eod: got {eod}, but {source.parent / MANIFEST_NAME} says {tokenizer['eod']}; leave --eod out"
+            )
         eod = tokenizer["eod"]
         vocab_size = tokenizer["vocab_size"]
         dtype = None
@@ -142,8 +180,11 @@ def convert(source: Path, target: Path, *, to: str, eod: int | None) -> int:
         vocab_size = UNKNOWN_VOCAB
         dtype = wide_or_narrow(to, pair.dtype)
         if eod is None:
-            eod = last_id(pair)
+            eod = find_eod(pair)
+        check_eod(eod, pair.dtype, source)
     entries = documents(pair, eod)
+    if to == "gpts":
+        entries = with_end(entries, eod)
     return write(entries, target, to=to, vocab_size=vocab_size, dtype=dtype)
 
 
@@ -239,11 +280,7 @@ def open_plain(path: Path, eod: int | None) -> tuple[np.ndarray, int]:
             f"{path}: a file without a header does not name the id that ends documents; pass --eod=ID "
             f"(50256 for GPT-2)"
         )
-    highest = np.iinfo(layout.dtype).max
-    if not 0 <= eod <= highest:
-        raise ValueError(
-            f"--eod: got {eod:,}, expected 0 to {highest:,}, the ids that {path} can hold"
-        )
+    check_eod(eod, layout.dtype, path)
     ids = np.memmap(path, layout.dtype, "r", offset=layout.begin)
     return ids, eod
 
@@ -309,14 +346,17 @@ def write_manifest(folder: Path, target: Path, names: Sequence[str], to: str) ->
     write_json(target / MANIFEST_NAME, new, sort_keys=True)
 
 
-def is_converted(source: Path, target: Path) -> bool:
-    """Whether a pair was converted after its source was written (paths of the .bin)."""
+def is_converted(source: Path, target: Path, eod: int | None) -> bool:
+    """Whether a pair was converted after its source was written (paths of the .bin), with this
+    end-of-document id if one is given."""
     source_index = source.with_suffix(".idx")
     newest = max(source.stat().st_mtime_ns, source_index.stat().st_mtime_ns)
     index = target.with_suffix(".idx")
     if not target.exists() or not index.exists():
         return False
-    return index.stat().st_mtime_ns >= newest
+    if index.stat().st_mtime_ns < newest:
+        return False
+    return eod is None or last_id(open_tokens(target)) == eod
 
 
 def check_apart(folder: Path, out: Path) -> None:
@@ -343,7 +383,7 @@ def convert_pairs(
     for source in tqdm(files, unit=" pairs", disable=None):
         target = out / source.relative_to(folder)
         target.parent.mkdir(parents=True, exist_ok=True)
-        if not is_converted(source, target):
+        if not is_converted(source, target, eod):
             (target.parent / MANIFEST_NAME).unlink(missing_ok=True)
             num_empty += convert(source, target, to=to, eod=eod)
         names.setdefault(source.parent, []).append(source.stem)

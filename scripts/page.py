@@ -56,9 +56,8 @@ from scripts import status
 ROOM = 1_000_000  # bytes of JSON; the whole page stays below 4 MB
 WATCH_EVERY_S = 10
 AXES = ("steps", "tokens", "FLOPs", "hours")
-MIX_NOTE = (
-    "Shares of the tokens with loss. A mix is planned in rows, so the dashed lines are estimates."
-)
+MIX_NOTE = "Shares of the tokens with loss."
+PLAN_NOTE = " A mix is planned in rows, so the dashed lines are estimates."
 FEW = 3  # of more runs, only smoothed curves are drawn, and settings and history are folded
 # CSS class by terminal color
 TONES = {status.GREEN: "good", status.YELLOW: "wait", status.RED: "bad"}
@@ -256,7 +255,11 @@ def charts_of(runs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
             chart["y"] = {"range": clipped}
         if name in mixes:
             of_run = mixes[name]
-            chart["title"] = f"Mix of {runs[of_run]['name']}: trained (solid) and planned (dashed)"
+            chart["title"] = f"Mix of {runs[of_run]['name']}"
+            chart["note"] = MIX_NOTE
+            if "plan" in looks:
+                chart["title"] += ": trained (solid) and planned (dashed)"
+                chart["note"] += PLAN_NOTE
             chart["section"] = "mix"
             chart["wide"] = len(runs) == 1
             chart["run"] = of_run
@@ -485,8 +488,8 @@ def chart_cards(charts: Sequence[Mapping[str, Any]], *, note: str) -> dict[str, 
         plot = f'<div class="plot" id="{escape(chart["id"])}"></div>'
         if chart["id"] == BPB and note:
             plot = f"<p>{escape(note[0].upper() + note[1:])}.</p>{plot}"
-        if chart["section"] == "mix":
-            plot += f'<p class="soft">{MIX_NOTE}</p>'
+        if "note" in chart:
+            plot += f'<p class="soft">{chart["note"]}</p>'
         cards[chart["section"]] += card(chart["title"], plot, "wide" if chart["wide"] else "")
     return cards
 

@@ -23,6 +23,7 @@ from typing import Any
 from nanochat import seen
 from nanochat.cli import Parser, run_main
 from nanochat.common import Bits, duration, write_bytes
+from nanochat.core_eval import describe_items
 from nanochat.run_curves import tokens_by_bucket
 from nanochat.run_dir import find_run
 from nanochat.run_facts import (
@@ -107,7 +108,8 @@ def quality_figures(run: RunReader) -> dict[str, Any]:
     figures["bits per byte of a unigram model on the same tokens"] = unigram
     for bucket, bpb in evaluation["train_bpb"].items():
         figures[f"bits per byte of the {sample_name(bucket, evaluation)}{at}"] = Bits(bpb)
-    figures[f"CORE metric{at}"] = evaluation.get("core", {}).get("core_metric")
+    if core := evaluation.get("core"):
+        figures[f"CORE metric on {describe_items(core)}{at}"] = core["core_metric"]
     return figures
 
 

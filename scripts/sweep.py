@@ -5,7 +5,7 @@ Compare runs of many sizes: tables, and size and data as power laws of compute.
     python -m scripts.sweep d12 d16 d20 --out=results
 
 Each completed run gets a row in results.csv: depth, parameters, tokens, FLOPs, bits per byte, CORE
-if it was evaluated, tokens/s (of the median step), and peak memory on a GPU. Tokens, FLOPs and time
+and on how much, if it was evaluated, tokens/s (of the median step), and peak memory on a GPU. Tokens, FLOPs and time
 of a fork count those of its ancestors, too; tokens/s is that of its own steps. Other runs are
 skipped with a note.
 
@@ -48,7 +48,15 @@ from nanochat.run_reader import RunReader
 
 COLUMNS = (
     *("run", "depth", "flops_budget", "params", "params_scaling", "tokens", "flops"),
-    *("val_bpb", "core", "tokens_per_s", "train_time_s", "peak_memory_bytes"),
+    *(
+        "val_bpb",
+        "core",
+        "core_tasks",
+        "core_items",
+        "tokens_per_s",
+        "train_time_s",
+        "peak_memory_bytes",
+    ),
 )
 POINT_COLUMNS = ("flops_budget", "flops", "params_scaling", "tokens", "val_bpb", "how")
 LAW_COLUMNS = ("of", "exponent", "standard_error", "factor", "points")
@@ -95,6 +103,7 @@ def read_row(run_dir: Path) -> Row | None:
     # the results of its last step
     val = run.validation(run.num_steps)
     evaluation = run.evaluation if run.evaluation.get("step") == run.num_steps else {}
+    core = evaluation.get("core", {})
     files: dict[str, dict[str, str]] = {}
     for split, buckets in run.manifests.items():
         files[split] = {bucket: fingerprint(manifest) for bucket, manifest in buckets.items()}
@@ -108,7 +117,9 @@ def read_row(run_dir: Path) -> Row | None:
         "tokens": run.num_tokens,
         "flops": float(derived["flops_per_token"] * run.num_tokens),
         "val_bpb": val["bpb"] if val and val["step"] == run.num_steps else None,
-        "core": evaluation.get("core", {}).get("core_metric"),
+        "core": core.get("core_metric"),
+        "core_tasks": len(core["results"]) if core else None,
+        "core_items": core.get("items"),
         "tokens_per_s": run.median("tokens_per_s"),
         "train_time_s": 3600 * run.axes()["hours"][-1],  # like the tokens, with its ancestors'
         "peak_memory_bytes": run.peak_memory_bytes,

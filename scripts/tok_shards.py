@@ -151,7 +151,7 @@ def find_inputs(data: DataPath, *, shared: bool = False) -> list[Input]:
                     continue
                 if (last := last_of(files)) is None:
                     print(
-                        f"{bucket}: it has a single file, which is used for training; none is left for validation"
+                        f"{bucket}: it has no file to spare for validation; all of it is used for training"
                     )
                 splits["train"][bucket] = [file for file in files if file != last]
                 splits["val"][bucket] = [file for file in files if file == last]

@@ -18,6 +18,7 @@ Exit code: 1 if a check fails or the plan shows that the run does not reach its 
 
 import os
 import shutil
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -28,7 +29,7 @@ import torch
 from nanochat import seen
 from nanochat.any_step import check_step, unsaved_step
 from nanochat.cli import EXIT_FAILED, Parser, run_main, setup_logging, whole
-from nanochat.common import as_path, begin_launch, counted, local_copy, table
+from nanochat.common import as_path, begin_launch, counted, local_copy, open_door, table
 from nanochat.config import Settings, add_flags, from_flags
 from nanochat.dist import autodetect_device_type
 from nanochat.plan import Plan, make_run_plan
@@ -44,9 +45,11 @@ from nanochat.plan_report import (
     warnings,
 )
 from nanochat.run_dir import Fork, find_run_at, is_run_dir, run_path
+from nanochat.run_guard import MIRROR
 from nanochat.run_order import order_of
 from nanochat.run_owner import check_free
 from nanochat.run_settings import build_model, describe_memory, device_memory, estimate_memory
+from nanochat.run_stop import deadline
 from nanochat.run_summary import print_split, settings_notes
 from nanochat.start_run import Run, Start, complete_settings, find_data, inspect_run
 from nanochat.text import TEXT_FIELD
@@ -113,7 +116,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"--fork-from={args.fork_from}: this step was not saved, so where its data stands is not known; "
             f"make its checkpoint with python -m scripts.replay {args.fork_from}, or name a saved step"
         )
+    idle = [name for name in ("ngram", "list") if name in args.named]
+    if idle and not args.decontaminate:
+        raise ValueError(
+            f"--{idle[0]}: has no effect without --decontaminate; name a benchmark there"
+        )
     settings = from_flags(args)
+    check_launch(settings)
     ok("flags")
     device = torch.device(settings.device_type or autodetect_device_type())
     settings, tokenizer = complete_settings(settings, args.world_size, device.type)
@@ -160,6 +169,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         else:
             print("warning: training can start, but the disk will be full before it ends")
     return 0 if is_good and not refused else EXIT_FAILED
+
+
+def check_launch(settings: Settings) -> None:
+    """Check what a launch needs besides its run: time, and the place of its mirror. ValueError or
+    OSError if it would be refused."""
+    reserve_s = settings.walltime_reserve_seconds
+    deadline(settings.max_runtime_seconds, {}, time.monotonic(), reserve_s=reserve_s)
+    if settings.mirror_to is not None:
+        print(f"note: {open_door(MIRROR).preview(settings, run_path(settings.tag))}")
 
 
 def inspect(settings: Settings, device: torch.device, named: Sequence[str]) -> tuple[Start, bool]:
@@ -258,10 +276,12 @@ def decontaminate(run: Run, named: str, n: int, list_path: Path) -> None:
     own_list = run.settings.without_documents
     others = "" if own_list is None else local_copy(as_path(own_list)).read_text()
     number = seen.write_list(list_path, hits, run.data.manifests["train"], others)
-    ok(
-        f"decontaminate: {counted(number, 'training document')} listed in {list_path}; pass "
-        f"--without-documents={list_path}, so that the model does not learn from them"
-    )
+    listed = f"decontaminate: {counted(number, 'training document')} listed in {list_path}"
+    if number:
+        listed += (
+            f"; pass --without-documents={list_path}, so that the model does not learn from them"
+        )
+    ok(listed)
 
 
 def draw(plan: Plan, path: Path) -> None:

@@ -349,6 +349,8 @@ def check_pairs(
             yield f"  {line}"
     if manifest is not None:
         return
+    if args.eod is None:
+        yield "  the end-of-document id is unknown (the last id of a shards file counts as it): pass --tokenizer"
     if args.vocab_size is None:
         yield "  the vocabulary is unknown: pass --tokenizer or --vocab-size to check the ids"
     elif args.tokenizer is not None:
@@ -499,7 +501,7 @@ def check_weights(path: Path, args: argparse.Namespace, _: tqdm) -> Iterator[str
         words = [f"--check={stretch.start}:{stretch.stop}"]
         if args.data_path is not None:
             words.append(f"--data-path={args.data_path}")
-        replay([str(run.run_dir), *words], args.processes)
+        replay([str(run.run_dir), *words], args.processes or 1)
         yield f"  OK steps {stretch.start:,} to {stretch.stop:,}: every bit of the second checkpoint follows"
 
 
@@ -521,6 +523,22 @@ def is_receipt(path: AnyPath) -> bool:
 # ---- the command --------------------------------------------------------------------------------
 
 
+def check_flags(path: AnyPath, args: argparse.Namespace) -> None:
+    """ValueError for a flag that has no effect on this path."""
+    if not is_receipt(path):
+        idle = ["replay", "steps", "data_path", "run", "processes"]
+        why = f"needs a receipt, which {path} is not; python -m scripts.receipt RUN writes one"
+    elif args.replay is None:
+        idle = ["run", "processes"]
+        why = "has no effect without --replay; the data of a receipt is named with --data-path"
+    else:
+        idle = ["steps"]
+        why = "has no effect with --replay; name the steps with --replay=A:B"
+    for name in idle:
+        if getattr(args, name) is not None:
+            raise ValueError(f"--{name.replace('_', '-')}: {why}")
+
+
 def find_all(path: AnyPath, args: argparse.Namespace) -> list[Check]:
     """The checks of everything that can be verified at or below a path, or in the run that it
     names. FileNotFoundError or ValueError if there is nothing to verify."""
@@ -528,6 +546,7 @@ def find_all(path: AnyPath, args: argparse.Namespace) -> list[Check]:
         if isinstance(path, Remote) or len(path.parts) != 1:
             raise FileNotFoundError(f"{path}: no such file or folder; name what to verify")
         path = find_run(path)
+    check_flags(path, args)
     if is_receipt(path):
         what = check_weights if args.replay else check_receipt
         return [partial(what, local_copy(path), args)]
@@ -706,7 +725,7 @@ def add_receipt_flags(parser: Parser) -> None:
         "--run", metavar="RUN", help="with --replay: the run's folder (default: by its name)"
     )
     receipts.add_argument(
-        "--processes", type=whole(1), default=1, metavar="W", help="with --replay: processes to use"
+        "--processes", type=whole(1), metavar="W", help="with --replay: processes (default: 1)"
     )
 
 

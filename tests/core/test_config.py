@@ -550,6 +550,14 @@ def test_a_reworded_sentence_changes_no_rule_of_a_resume_and_no_receipt(tmp_path
 # ---- settings without effect ---------------------------------------------------------------------
 
 
+def test_settings_of_lanes_are_named_as_idle_in_megatrons_order():
+    flags = {"order": "megatron", "data_format": "megatron", "overlap": 16, "buffer_size": 4}
+    assert without_effect(MegatronSettings(**flags), [*flags]) == [
+        "--overlap (with --order=megatron)",
+        "--buffer-size (with --order=megatron)",
+    ]
+
+
 @pytest.mark.parametrize(
     ("flags", "expected"),
     [

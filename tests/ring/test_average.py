@@ -7,7 +7,7 @@ import torch
 
 from nanochat.checkpoint import find_checkpoint, load_checkpoint
 from nanochat.run_reader import RunReader
-from scripts import average, base_eval, export, inspect_data, page, replay, report
+from scripts import average, base_eval, export, inspect_data, page, receipt, replay, report
 from tests import training
 from tests.finished import STEPS, command
 
@@ -76,6 +76,8 @@ def test_an_average_is_not_trained_further_and_says_how_to_begin_from_it(copied)
     average.main(["run", "--last=2"])
     over = training.succeed(model_tag="run-average-2").out
     assert "nothing to do" in over and "raise --num-iterations" not in over
+    other = training.refuse(model_tag="run-average-2", matrix_lr=0.5)
+    assert "--init-from=run-average-2" in other and "--fork-from" not in other
     longer = {"model_tag": "run-average-2", "num_iterations": STEPS + 1}
     fork = {"fork_from": "run-average-2", "model_tag": "fork", "num_iterations": STEPS + 1}
     for words in (over, training.refuse(**longer), training.refuse(**fork)):
@@ -104,3 +106,6 @@ def test_rows_and_documents_are_asked_of_the_run_that_was_averaged(copied):
     for argv in (["find", "--text=a"], ["rows", "--step=1"], ["digest", "--steps=0:1"]):
         outcome = command(inspect_data.main, argv[0], "run-average-2", *argv[1:])
         assert outcome.code == 1 and MEAN in outcome.err
+    for main, name in ((receipt.main, "run-average-2"), (replay.main, "run-average-2@1")):
+        error = command(main, name).err
+        assert MEAN in error and "name the run that trained them" in error and "log" not in error

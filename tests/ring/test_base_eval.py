@@ -254,7 +254,7 @@ def test_results_do_not_depend_on_batch_size_or_processes(base, run, first_resul
     assert other["train_bpb"]["data"] == pytest.approx(
         first_result["train_bpb"]["data"], rel=64 * EPS
     )
-    assert len(other["core"]["results"]) == 3
+    assert len(other["core"]["results"]) == 3 and other["core"]["items"] == 3 * (GROUP + 8)
     for exact in ("unigram_bpb", "samples", "core", "checkpoint", "step", "dtype"):
         assert other[exact] == first_result[exact]
     assert path.with_suffix(".csv").read_bytes() == (run / "eval.csv").read_bytes()

@@ -165,6 +165,34 @@ def test_empty_documents_of_megatrons_files_are_left_out_and_counted(tmp_path, c
     assert verify.main([str(tmp_path / "out")]) == 0
 
 
+def test_megatrons_files_without_an_end_of_document_id_need_one_and_come_back_whole(tmp_path):
+    """Regression: their last id passed for it, so all documents came back as one."""
+    source, out = tmp_path / "in", tmp_path / "out"
+    write_megatron(source / "a", [[[1, 2, 3]], [[], [5, 3, 4]], [[]], [[6, 3]]])
+    with pytest.raises(ValueError, match=r"a.bin: .* last id, 3, .*--eod=ID"):
+        convert(source, out, "gpts")
+    assert not list(out.rglob("*.bin"))
+    for eod in (7, 8):  # a wrong one can be mended by the same command
+        convert(source, out, "gpts", f"--eod={eod}")
+        assert converted(out) == {"a.bin": [[1, 2, 3, eod], [5, 3, 4, eod], [6, 3, eod]]}
+    assert verify.main([str(out)]) == 0
+    convert(out, tmp_path / "back", "megatron")
+    assert converted(tmp_path / "back") == converted(out)
+    with pytest.raises(ValueError, match="--eod: got 65,536"):
+        convert(source, out, "gpts", "--eod=65536")
+
+
+def test_windows_whose_last_id_ends_no_document_are_not_joined(tmp_path):
+    write_pair(tmp_path / "in" / "a", [[1, 2], [2, 3, 4], [5, 2]])
+    with pytest.raises(ValueError, match=r"last id, 2, .*--eod"):
+        convert(tmp_path / "in", tmp_path / "out", "megatron")
+
+
+def test_another_end_of_document_id_than_the_manifests_is_refused(sets, tmp_path):
+    with pytest.raises(ValueError, match=r"--eod: got 7, .*manifest.json.*leave --eod out"):
+        convert(sets["windows"], tmp_path / "out", "megatron", "--eod=7")
+
+
 # ---- nanoGPT's and llm.c's files -----------------------------------------------------------------
 
 

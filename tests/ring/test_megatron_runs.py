@@ -154,7 +154,11 @@ def test_a_run_cannot_be_made_longer(workplace):
         "would take 120 samples, but its order has 80" in error
         and "set --num-iterations 10, or start" in error
     )
-    assert "nothing to do" in succeed(**workplace).out
+    over = succeed(**workplace).out
+    assert "nothing to do" in over and "--num-iterations" not in over
+    assert "--init-from=run --model-tag=NAME" in over, (
+        "Regression: it advised what was refused above"
+    )
     training.forget_saves()
     owner = (run_dir() / ".owner.json").read_bytes()
     assert training.refuse(**{**workplace, "num_iterations": STEPS + 5}) == error, (

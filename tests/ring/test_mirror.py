@@ -4,6 +4,7 @@ folders and in object storage. The laws of owners and stores are in tests/spec/t
 import contextlib
 import errno
 import json
+import re
 import shutil
 import signal
 import threading
@@ -25,9 +26,10 @@ from nanochat.mirror_marks import START, read_marks
 from nanochat.mirror_owner import OWNER_NAME, claim_mirror, encode
 from nanochat.mirror_store import Folder, as_file, open_store
 from nanochat.run_state import read_mirror_state
-from scripts import base_train, status
+from scripts import base_train, status, validate
 from tests import training
 from tests.crashes import die
+from tests.finished import command
 from tests.object_store import ACCESS_KEY, Fault
 from tests.spec.test_mirror import LAWS
 
@@ -569,6 +571,36 @@ def test_an_owner_that_has_lost_its_mirror_ends_and_writes_nothing_more_into_it(
     assert json.loads((place / OWNER_NAME).read_text())["launch"] == "other"
 
 
+def test_a_checkpoint_is_said_to_be_copied_once(machine, place):
+    """Regression: lines of the log that followed it were "final copied, 0.0 MB"."""
+    with machine("a"):
+        for num_iterations in (2, 4):
+            out = training.succeed(num_iterations=num_iterations, mirror_to=place).out
+            copied = re.findall(r"mirror: (\S+) copied, ", out)
+            assert copied == ["final"], out
+
+
+def validated(**changed):
+    """The output of `scripts.validate` for a command."""
+    outcome = command(validate.main, *training.flags(**changed))
+    return outcome.out + outcome.err
+
+
+def test_validate_says_what_the_mirror_holds_and_changes_nothing(machine, place):
+    """Regression: "a new run", and that training can start, whatever the mirror held."""
+    with machine("a"):
+        assert "no checkpoint yet" in validated(num_iterations=2, mirror_to=place)
+        assert not place.exists()
+        training.succeed(num_iterations=2, mirror_to=place)
+        assert "step 2, which is not newer" in validated(num_iterations=2, mirror_to=place)
+    before = training.fingerprint(place)
+    with machine("b"):
+        assert "step 2, which a launch would fetch" in validated(num_iterations=2, mirror_to=place)
+        assert training.fingerprint(place) == before and not training.run_dir().exists()
+        lost = place / "not mounted" / "mirror"
+        assert "does not exist; mount its disk" in validated(num_iterations=2, mirror_to=lost)
+
+
 @pytest.mark.parametrize(
     "changed, reason",
     [
@@ -584,6 +616,7 @@ def test_the_mirror_of_another_run_is_refused_and_nothing_is_fetched(
         training.succeed(num_iterations=2, mirror_to=place)
     before = training.fingerprint(place / "pieces")
     with machine("b"):
+        assert reason in validated(num_iterations=2, mirror_to=place, **changed)
         assert reason in training.refuse(num_iterations=2, mirror_to=place, **changed)
         assert not (training.run_dir().parent / "run").exists()
         assert training.fingerprint(place / "pieces") == before

@@ -207,6 +207,17 @@ def test_the_planned_mix_goes_through_the_window_of_the_trained_one(runs, tmp_pa
     assert (planned[19], planned[29], planned[39]) == (0.75, 0.5, 0.25)
 
 
+def test_a_mix_without_a_plan_has_no_words_on_dashed_lines(runs, tmp_path):
+    """Regression: a run in Megatron's order, which stores no plan, had them."""
+    run = tmp_path / "unplanned"
+    shutil.copytree(runs[0], run)
+    (run / "plan.json").unlink()
+    html, data = write([run], tmp_path / "page.html")
+    assert not any("planned" in name for _, name in curves(data["runs"][0]))
+    assert "Mix of unplanned" in html
+    assert "(dashed)" not in html and "dashed lines are estimates" not in html
+
+
 def test_the_planned_mix_counts_only_tokens_with_loss_as_the_trained_one_does(runs, tmp_path):
     """Regression: half of the tokens of a bucket of books may repeat context, and then the lines
     never met."""

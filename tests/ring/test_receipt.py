@@ -256,6 +256,26 @@ def test_another_tokenizer_and_bad_receipts_are_one_sentence(work):
     assert command(verify.main, work / "r.json", "--steps=1,x").code == 2
 
 
+@pytest.mark.parametrize(
+    ("path", "given", "way"),
+    [
+        ("run", "--replay=5%", "scripts.receipt"),
+        ("copy", "--data-path=copy", "scripts.receipt"),
+        ("run", "--steps=0", "scripts.receipt"),
+        ("r.json", "--run=run", "--data-path"),
+        ("r.json", "--replay=0:4 --steps=0", "--replay=A:B"),
+    ],
+)
+def test_verify_refuses_a_flag_that_it_would_not_use(origin, monkeypatch, path, given, way):
+    """Regression: `verify RUN --replay=5%` replayed nothing, and said that all is good."""
+    monkeypatch.chdir(origin)
+    monkeypatch.setenv("NANOCHAT_BASE_DIR", str(origin))
+    *_, last = flags = given.split()
+    outcome = command(verify.main, path, *flags)
+    name, _, _ = last.partition("=")
+    assert outcome.code == 1 and f"{name}: " in outcome.err and way in outcome.err, outcome
+
+
 def test_other_digests_settings_and_files_outside_the_data_are_refused(work):
     value = read_json(work / "r.json")
     marks = {**value["marks"], "8": {**value["marks"]["8"], "digest": "0" * 16}}

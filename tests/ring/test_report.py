@@ -28,6 +28,7 @@ EVALUATION = {
     "train_passes": {"data": 3.66},
     "samples": {"prompted": ["Once ```upon```\na time"], "unprompted": ["import | os"]},
 }
+CORE = {"core_metric": 0.25, "results": {"arc": 0.5, "piqa": 0.5}, "items": 40}
 STAGES = "\n".join(
     [
         "set-up\t1\t0\tbash dev/setup.sh",
@@ -189,7 +190,7 @@ def test_a_rise_after_the_lowest_bits_per_byte_is_said(copied):
 
 def test_an_evaluation_of_an_older_checkpoint_does_not_replace_the_final_figures(run):
     """Regression: the row "after" had the value of the older checkpoint."""
-    write_json(run / "eval.json", {**EVALUATION, "step": 6, "core": {"core_metric": 0.25}})
+    write_json(run / "eval.json", {**EVALUATION, "step": 6, "core": CORE})
     text = make_report(RunReader(run))
     found = rows(text)
     assert found["validation bits per byte, after"] == [
@@ -201,7 +202,7 @@ def test_an_evaluation_of_an_older_checkpoint_does_not_replace_the_final_figures
             "bits per byte of the sample of the training files, data (files read about 3.66 times)",
             "1.938",
         ),
-        ("CORE metric", "0.25"),
+        ("CORE metric on 2 tasks, 40 items", "0.25"),
     ):
         assert found[f"{figure}, at step 6"] == [value] and figure not in found
     assert "At the evaluation after 6 steps, prompted:" in text

@@ -434,6 +434,16 @@ def test_training_files_that_were_not_searched_for_a_list_get_a_warning(
     assert f"{listed}: 1 training file not searched for it: {arrived};" in caplog.text
 
 
+def test_a_benchmark_of_which_nothing_is_in_the_data_gets_no_advice(checked, tmp_path):
+    """Regression: the advice was to pass a list of 0 documents."""
+    file = write_items(tmp_path / "items.jsonl", ["zz yy xx ww vv uu tt ss"])
+    flags = [*training.flags(model_tag="new"), f"--list={tmp_path / 'list.txt'}"]
+    found = command(validate.main, *flags, f"--decontaminate={file}")
+    assert "0 training documents listed" in found.out and "--without-documents" not in found.out
+    alone = command(validate.main, *flags)
+    assert alone.code == 1 and "--list: " in alone.err and "--decontaminate" in alone.err
+
+
 def test_a_file_counts_as_searched_if_it_was_searched_for_both_lists(checked, tmp_path, caplog):
     _, items, _ = checked
     file = write_items(tmp_path / "items.jsonl", items[:4])

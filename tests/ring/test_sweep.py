@@ -13,6 +13,7 @@ import pytest
 
 from nanochat.common import read_json, write_json
 from nanochat.run_dir import read_config
+from nanochat.run_reader import RunReader
 from scripts import base_train, sweep
 from tests import training
 from tests.checkpoints import of_other_code
@@ -55,10 +56,15 @@ def test_a_row_has_the_logged_values_of_its_run(runs, capsys):
         assert int(row["tokens"]) == derived["total_tokens"] and float(row["val_bpb"]) > 0
         assert float(row["train_time_s"]) == pytest.approx(last["total_training_time"])
         assert row["core"] == row["peak_memory_bytes"] == row["flops_budget"] == ""
-    older = {"step": 1, "val_bpb": 9, "core": {"core_metric": 0.5}, "train_bpb": {}, "samples": {}}
+    core = {"core_metric": 0.5, "results": {"arc": 0.5, "piqa": 0.5}, "items": 40}
+    older = {"step": 1, "val_bpb": 9, "core": core, "train_bpb": {}, "samples": {}}
     write_json(runs / "runs" / "s_small" / "eval.json", older)
     row = sweep.read_row(runs / "runs" / "s_small")
     assert row["core"] is None, "it is not that of the last step"
+    last_step = RunReader(runs / "runs" / "s_small").num_steps
+    write_json(runs / "runs" / "s_small" / "eval.json", {**older, "step": last_step})
+    row = sweep.read_row(runs / "runs" / "s_small")
+    assert (row["core"], row["core_tasks"], row["core_items"]) == (0.5, 2, 40)
     laws = list(csv.DictReader((runs / "out" / "fit.csv").read_text().splitlines()))
     assert [(law["points"], law["of"]) for law in laws] == [
         ("3", "params_scaling"),

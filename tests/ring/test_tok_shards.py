@@ -149,6 +149,15 @@ def test_a_wrong_column_is_one_sentence_before_anything_is_converted(tmp_path, t
     assert not (tmp_path / "out").exists() and not capsys.readouterr().err
 
 
+def test_a_bucket_without_a_file_for_validation_is_named(tmp_path, tokenizer, capsys):
+    """Regression: it had "a single file", although notes beside it are one, too."""
+    write_jsonl(tmp_path / "raw" / "web" / "a.jsonl", some_texts(9))
+    (tmp_path / "raw" / "web" / "notes.txt").write_text("a note")
+    assert run(tmp_path / "raw", tmp_path / "out", tokenizer) == 0
+    out = capsys.readouterr().out
+    assert "web: it has no file to spare for validation" in out and "single file" not in out
+
+
 def test_inputs_without_any_text_fail(tmp_path, tokenizer, capsys):
     for n in range(2):
         write_jsonl(tmp_path / "raw" / f"{n}.jsonl", [""] * 10)

@@ -319,6 +319,13 @@ def test_what_the_settings_do_not_do_is_noted_before_and_at_the_start(workplace)
     assert "without effect" not in quiet and "learning rates rise" not in quiet
 
 
+def test_a_walltime_that_leaves_no_time_to_train_is_refused_as_in_training(workplace):
+    """Regression: training could start, and was refused."""
+    code, out, error = checked(curriculum=None, num_iterations=2, max_runtime_seconds=100)
+    assert code == 1 and "--max-runtime-seconds" in error and "--walltime-reserve-seconds" in error
+    assert "training can start" not in out
+
+
 def test_a_disk_that_is_too_small_is_an_error(workplace, monkeypatch):
     mix(workplace, 5, 0.01)
     usage = shutil.disk_usage(workplace)

@@ -271,6 +271,7 @@ def test_shards_without_a_manifest_are_checked_as_far_as_possible(tmp_path, monk
         (code, problems) == (0, [])
         and "1 shards, 2 documents, 4 entries" in out
         and "vocabulary is unknown" in out
+        and "end-of-document id is unknown (the last id" in out
     )
     write_pair(tmp_path / "b", [[5, E]] * 100)
     _, problems, out = run(tmp_path, "--vocab-size", 200)

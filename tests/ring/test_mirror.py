@@ -574,10 +574,10 @@ def test_an_owner_that_has_lost_its_mirror_ends_and_writes_nothing_more_into_it(
 def test_a_checkpoint_is_said_to_be_copied_once(machine, place):
     """Regression: lines of the log that followed it were "final copied, 0.0 MB"."""
     with machine("a"):
-        for num_iterations in (2, 4):
+        for num_iterations, expected in ((2, ["start", "final"]), (4, ["final"])):
             out = training.succeed(num_iterations=num_iterations, mirror_to=place).out
             copied = re.findall(r"mirror: (\S+) copied, ", out)
-            assert copied == ["start", "final"], out
+            assert copied == expected, out
 
 
 def validated(**changed):

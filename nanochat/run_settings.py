@@ -20,7 +20,6 @@ from nanochat.dataloader import StepLayout, default_leaves
 from nanochat.fp8 import convert
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.order import MAX_LANES, default_lanes, fed_lanes
-from nanochat.packing import LAYOUTS, Binned, Packer
 from nanochat.pins import Manifest, counts_and_means
 from nanochat.run_dir import curriculum_text
 from nanochat.schedule import REFERENCE_DEPTH, Horizon, resolve_horizon
@@ -273,8 +272,7 @@ def derive(settings: Settings, horizon: Horizon) -> dict[str, Any]:
 
 def without_effect(settings: Settings, named: Collection[str]) -> list[str]:
     """The settings among `named` that have no effect, because of another one, each with the reason."""
-    packer = LAYOUTS[settings.packing]
-    never_splits = packer.of.__func__ in (Packer.of.__func__, Binned.of.__func__)  # type: ignore[attr-defined]
+    never_splits = settings.packing in ("concat", "binned")
     has_lanes = settings.order != "megatron"
     crops = has_lanes and settings.packing == "bestfit" and settings.long_docs == "crop"
     has_steps = settings.num_iterations > 0

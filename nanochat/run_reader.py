@@ -837,7 +837,7 @@ def ledger_table(
     if errors:
         buckets = ", ".join(f"{name} by {tokens:,}" for name, tokens in errors.items())
         verdict = f"IT DOES NOT BALANCE ({law}): off in {buckets}."
-    # rows that no packer made of documents: they are samples, as in Megatron's order
+    # rows that no packer made of documents: they are samples of another order
     has_rows = any(account["rows"] for account in accounts.values())
     has_samples = has_rows and not any(account["documents"] for account in accounts.values())
     columns = [name for name in LEDGER if name != "documents" or not has_samples]

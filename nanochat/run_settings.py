@@ -22,6 +22,7 @@ from nanochat.gpt import GPT, GPTConfig
 from nanochat.order import MAX_LANES, default_lanes, fed_lanes
 from nanochat.pins import Manifest, counts_and_means
 from nanochat.run_dir import curriculum_text
+from nanochat.run_order import order_of
 from nanochat.schedule import REFERENCE_DEPTH, Horizon, resolve_horizon
 
 # share of a GPU's memory for a step, with one process and with several (NCCL)
@@ -273,7 +274,7 @@ def derive(settings: Settings, horizon: Horizon) -> dict[str, Any]:
 def without_effect(settings: Settings, named: Collection[str]) -> list[str]:
     """The settings among `named` that have no effect, because of another one, each with the reason."""
     never_splits = settings.packing in ("concat", "binned")
-    has_lanes = settings.order != "megatron"
+    has_lanes = order_of(settings).feeds_lanes
     crops = has_lanes and settings.packing == "bestfit" and settings.long_docs == "crop"
     has_steps = settings.num_iterations > 0
     has_flops = settings.target_flops > 0
@@ -282,8 +283,8 @@ def without_effect(settings: Settings, named: Collection[str]) -> list[str]:
         ("long_docs", never_splits, f"with --packing={settings.packing}"),
         ("overlap", never_splits, f"with --packing={settings.packing}"),
         ("overlap", crops, "with --long-docs=crop"),
-        ("overlap", not has_lanes, "with --order=megatron"),
-        ("buffer_size", not has_lanes, "with --order=megatron"),
+        ("overlap", not has_lanes, f"with --order={settings.order}"),
+        ("buffer_size", not has_lanes, f"with --order={settings.order}"),
         ("target_flops", has_steps, "with --num-iterations"),
         ("target_param_data_ratio", has_steps, "with --num-iterations"),
         ("target_param_data_ratio", has_flops and not has_steps, "with --target-flops"),

@@ -551,7 +551,7 @@ MAKERS = [
                 {"in/a": pair([[1 << 31]], vocab_size=1 << 32)},
                 ("a.bin: got uint32 ids 2147483648",),
             ),
-            ("gpts", {"in/a": megatron([-1], "<i4")}, ("a.bin: got int32 ids -1",)),
+            ("gpts", {"in/a": megatron([-1], "<i4")}, ("--eod: got -1",)),
             (
                 "gpts",
                 {"in/a": megatron([1], "<i4", b"\3")},

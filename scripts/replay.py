@@ -342,8 +342,11 @@ def first_difference(a: Any, b: Any, place: str = "") -> str | None:
     if isinstance(a, Mapping) and isinstance(b, Mapping):
         if a.keys() != b.keys():
             return place
-        found = (first_difference(a[key], b[key], f"{place}/{key}".lstrip("/")) for key in a)
-        return next((where for where in found if where is not None), None)
+        for key in a:
+            found = first_difference(a[key], b[key], f"{place}/{key}".lstrip("/"))
+            if found is not None:
+                return found
+        return None
     if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
         return first_difference(dict(enumerate(a)), dict(enumerate(b)), place)
     return None if a == b else place

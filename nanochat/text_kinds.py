@@ -274,9 +274,8 @@ def _read_jsonl(path: AnyPath, selection: Selection, skipped: Skipped) -> Iterat
             try:
                 yield Numbered(number, _document(line, selection.text_field))
             except (ValueError, RecursionError) as e:
-                problem = (
-                    f"not {'UTF-8' if isinstance(e, UnicodeError) else 'JSON with text'}: {e}"[:200]
-                )
+                expected = "UTF-8" if isinstance(e, UnicodeError) else "JSON with text"
+                problem = f"not {expected}: {e}"[:200]
                 if selection.strict:
                     raise ValueError(
                         f"{path}: line {number}: {problem}; fix the line, or drop --strict to skip "

@@ -5,9 +5,9 @@ Compare runs of many sizes: tables, and size and data as power laws of compute.
     python -m scripts.sweep d12 d16 d20 --out=results
 
 Each completed run gets a row in results.csv: depth, parameters, tokens, FLOPs, bits per byte, CORE
-and on how much, if it was evaluated, tokens/s (of the median step), and peak memory on a GPU. Tokens, FLOPs and time
-of a fork count those of its ancestors, too; tokens/s is that of its own steps. Other runs are
-skipped with a note.
+(if it was evaluated, and on how many tasks and items), tokens/s (of the median step), and peak memory
+on a GPU. Tokens, FLOPs and time of a fork count those of its ancestors, too; tokens/s is that of its
+own steps. Other runs are skipped with a note.
 
     miniseries     one run per size, at one ratio of tokens to parameters: each run is a point
     scaling laws   several sizes per budget of FLOPs (--target-flops): the minimum of a parabola of bits per byte in

@@ -5,7 +5,7 @@ The settings of a run: one frozen dataclass, its command-line flags, and what a 
 
 This field defines the flag `--warmup-steps`, its line in --help with the default, its entry in
 config.json, its rule for a resume, and its row in the table of settings in docs/reference.md. To
-add a flag in a fork, add one field here. A module that owns a default declares its own fields
+add a flag, add one field here. A module that owns a default declares its own fields
 (`ScheduleSettings` in nanochat/schedule.py); its class is listed among the bases of `Settings`.
 
 **A run never changes what it is.** The command that starts a run also resumes it. A resume may have

@@ -5,7 +5,7 @@
 
 A group is a block of documents stored together: a parquet row group, or by default 1,024 entries of
 a token file. A kind of data file enters by the table `SOURCES`: by its suffix, it names a subclass
-of `Source`. A fork needs no entry for its own kind `.xyz`: the class `FileSource` in
+of `Source`. A kind `.xyz` of your own needs no entry: the class `FileSource` in
 nanochat/source_xyz.py is found by its name. Of the settings of text, it receives --text-field only.
 
     files --scan_all--> manifests --> RUN/data_manifest.json (nanochat/pins.py), when a run starts

@@ -12,12 +12,12 @@ for bit, and deleting the parent does no harm.
 
     flags       the parent's config.json is read like a --config file; the command line follows it
     settings    `branch_off` refuses what cannot change, and records what does
-    files       `join_files`: those that the parent reads stay pinned, further ones join
+    files       `files_of_fork`: those that the parent reads stay pinned, further ones join
     cursors     `continue_cursors`: each bucket continues where it was
 
 **What may change.** Everything but the shape of the model, its tokenizer, the lanes, the seed, and
 how documents are selected. With another length of rows or another packing, documents that were
-waiting in a buffer are packed anew, and the ledger starts with them.
+waiting in a buffer are packed anew, and the counts of the ledger (nanochat/stream.py) start with them.
 
 `run_dir.Fork` is the record in config.json, from which schedules and plans count on.
 """

@@ -5,7 +5,7 @@ In which steps a run used a document, also in the ancestors of a fork.
     a fork:    steps from its first one on: its own;   before: its parent's, and so on
                files of an ancestor that the fork does not read are searched, too
 
-and, from a benchmark: which of its items the run has learned, and in which rows (`find_items`).
+For a benchmark, `find_items` tells which of its items the run has learned, and from which rows.
 """
 
 import logging

@@ -37,9 +37,9 @@ from nanochat.text import (
     Selection,
     Skipped,
     checked,
+    column_problem,
     counted_nulls,
-    flat,
-    misfit,
+    flatten_structs,
     named_in_errors,
     open_parquet,
     read_batches,
@@ -173,10 +173,10 @@ def _read_arrow(path: AnyPath, selection: Selection, skipped: Skipped) -> Iterat
         path.open("rb") as file,
     ):
         batches = pa.ipc.open_stream(file)
-        if problem := misfit(batches.schema, field):
+        if problem := column_problem(batches.schema, field):
             raise ValueError(f"{path}: {problem}")
         for number, batch in enumerate(batches):
-            column = flat(pa.Table.from_batches([batch]))[field]
+            column = flatten_structs(pa.Table.from_batches([batch]))[field]
             yield from (checked(chunk, path, field, number, counts) for chunk in column.chunks)
 
 

@@ -674,7 +674,7 @@ def known_settings(config: Mapping[str, Any]) -> dict[str, Field]:
     return fields_of(settings_class(order)) if order in ORDERS else FIELDS
 
 
-def current(config: Mapping[str, Any]) -> dict[str, Any]:
+def without_removed(config: Mapping[str, Any]) -> dict[str, Any]:
     """A run's config.json without the settings that only older versions had."""
     known = known_settings(config)
     return {name: config[name] for name in config if name in known or name not in REMOVED}

@@ -35,7 +35,7 @@ from nanochat.splits import (
     describe_split,
     files_of,
     last_file_validates,
-    or_divide,
+    val_fraction_remedy,
     validated_by_name,
     warn_of_trained_copies,
 )
@@ -116,7 +116,7 @@ def _why_not_evaluated(run: Run, *, chosen: bool) -> str:
     why = "no validation file of its own; name one with --val-path"
     if chosen and not validated_by_name(train, val):
         names = [file.name for files in train.values() for file in files]
-        why += or_divide(names, 0.05)
+        why += val_fraction_remedy(names, 0.05)
     return why
 
 
@@ -241,12 +241,14 @@ def _print_settings(start: Start, typed: Sequence[str]) -> None:
     settings = start.settings.differing()
     settings.pop("fork", None)  # a line of its own says it in words
     mix = mix_text(settings.pop("curriculum", None))
-    named = [f"{flag(name)}={short(str(settings[name]))}" for name in settings if name in typed]
+    named = [f"{flag(name)}={shorten(str(settings[name]))}" for name in settings if name in typed]
     derived = {**settings, **derive(start.settings, start.horizon)}
     for name in [name for name in derived if name.startswith("params_")]:
         if name != "params_total":
             del derived[name]  # config.json has them
-    found = [f"{name} {short(show(value))}" for name, value in derived.items() if name not in typed]
+    found = [
+        f"{name} {shorten(show(value))}" for name, value in derived.items() if name not in typed
+    ]
     _print_wrapped("set", " ".join(named))
     if mix:
         print0(f"curriculum: {mix}")
@@ -345,7 +347,7 @@ def padding_note(layout: StepLayout) -> str:
     )
 
 
-def short(text: str) -> str:
+def shorten(text: str) -> str:
     """A text for a line. A list of hundreds of paths is cut."""
     return text if len(text) < 2000 else f"{text[:300]} ... ({len(text):,} characters)"
 

@@ -368,7 +368,7 @@ def _take_last_files(
     if not val and not last:
         raise ValueError(
             f"{data}: {_too_few(train)}; add one, or name validation data with --val-path"
-            f"{or_divide(chain.from_iterable(train.values()), 0.01)}"
+            f"{val_fraction_remedy(chain.from_iterable(train.values()), 0.01)}"
         )
     if val and not by_bucket:
         return {"train": train, "val": val}
@@ -385,7 +385,7 @@ def _take_last_files(
     return {"train": rest, "val": for_val}
 
 
-def or_divide(files: Iterable[AnyPath | str], share: float) -> str:
+def val_fraction_remedy(files: Iterable[AnyPath | str], share: float) -> str:
     """The end of a remedy: to divide the documents of text files; "" for files of another kind,
     which --val-fraction does not divide."""
     if not any(text_suffix(str(file)) for file in files):
@@ -441,7 +441,7 @@ def _held_out(
     if not rest:
         raise ValueError(
             f"--val-path: it holds all training files of {data}; name files that are only for validation"
-            f"{or_divide(chain.from_iterable(train.values()), 0.05)}"
+            f"{val_fraction_remedy(chain.from_iterable(train.values()), 0.05)}"
         )
     return rest
 
@@ -552,7 +552,7 @@ def _accidental_split(
 
     # what to do instead; --val-fraction is for data without validation files
     every_file = [*chain.from_iterable(train.values()), *chain.from_iterable(val.values())]
-    divide = "" if by_name else or_divide([file.name for file in every_file], 0.05)
+    divide = "" if by_name else val_fraction_remedy([file.name for file in every_file], 0.05)
     copied = ", which copies all files to this machine" if divide and remote else ""
     instead = f" or folders train/ and val/{divide}{copied}"
     if all(file.name.endswith(".bin") for file in every_file):

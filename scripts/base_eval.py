@@ -177,7 +177,7 @@ def open_text(
     training. ValueError or FileNotFoundError if it holds none."""
     begin_launch(settings.data_cache)
     data_format = settings.data_format
-    if data_format != "text" and not holds(val_path, data_format):
+    if data_format != "text" and not has_files(val_path, data_format):
         data_format = "text"
     selection = Selection(text_field=text_field or settings.text_field)
     val = on_rank0(lambda: pin_validation(val_path, data_format, selection))
@@ -185,7 +185,7 @@ def open_text(
     return Opened(data, stream_config(settings), settings)
 
 
-def holds(path: str, data_format: str) -> bool:
+def has_files(path: str, data_format: str) -> bool:
     """Whether a data path has files of a format."""
     try:
         return bool(find_files(path, data_format))

@@ -498,7 +498,7 @@ def blame(rows: SpikeRows, place: str) -> str:
 # ---- from a document to its steps ----------------------------------------------------------------
 
 
-def remark(ancestry: Ancestry, traced: Traced) -> str:
+def why_not_learned(ancestry: Ancestry, traced: Traced) -> str:
     """Why a run does not learn from a document; empty if it does, or if the passes give the
     reason."""
     opened = traced.opened
@@ -674,7 +674,7 @@ def show_find(opened: Opened, args: argparse.Namespace) -> int:
             continue
         print_about(about, content.origin)
         legends[print_passes(opened, passes, with_text=bool(args.text))] = None
-        reason = remark(ancestry, traced)
+        reason = why_not_learned(ancestry, traced)
         if reason:
             print(reason)
     if args.text and not args.json and len(shown) > 1:

@@ -117,13 +117,19 @@ def print_passes(start: Starting, data: RunData) -> None:
     sample = Sample(source)
     about = "" if sample.is_whole else "about "
     one_pass = _one_pass(config, bucket, source, sample, trained)
-    why = refuse_waste("its data", one_pass.cropped, one_pass.without_loss, about)
-    if why and settings.plan == "error" and _is_new(start):
-        raise ValueError(why)
-    tokens = round(sample.total(sample.lengths - 1 - sample.repeated))  # without BOS
     # the last token of a row of concat is the next one's first
     per_row = T if settings.packing == "concat" else T + 1
     passes = trained / T * per_row / one_pass.emitted
+    why = refuse_waste(
+        "its data",
+        passes=passes,
+        cropped=one_pass.cropped,
+        without_loss=one_pass.without_loss,
+        about=about,
+    )
+    if why and settings.plan == "error" and _is_new(start):
+        raise ValueError(why)
+    tokens = round(sample.total(sample.lengths - 1 - sample.repeated))  # without BOS
     shown = f"{passes:.2g}"
     repeating = _repeats("its data", start, bucket, source, passes)
     if repeating:
@@ -314,7 +320,13 @@ def refusal(plan: Plan, start: Starting) -> str:
         return ""
     about = "about " if plan.estimate else ""
     for name, bucket in plan.buckets.items():
-        why = refuse_waste(_data_of(plan, name), bucket.cropped, bucket.without_loss, about)
+        why = refuse_waste(
+            _data_of(plan, name),
+            passes=bucket.passes,
+            cropped=bucket.cropped,
+            without_loss=bucket.without_loss,
+            about=about,
+        )
         if why:
             return why
     return ""
@@ -325,10 +337,14 @@ def _is_new(start: Starting) -> bool:
     return not start.config and start.settings.fork is None
 
 
-def refuse_waste(data: str, cropped: float, without_loss: float, about: str = "about ") -> str:
-    """A sentence that says why a run should not start, because it would train on little more than
-    the beginnings of its documents (say on the title pages of books), or on rows almost without a
-    loss. Empty if it should."""
+def refuse_waste(
+    data: str, *, passes: float, cropped: float, without_loss: float, about: str = "about "
+) -> str:
+    """A sentence that says why a run should not start, because it would train again and again on
+    little more than the beginnings of its documents (say on the title pages of books), or on rows
+    almost without a loss. Empty if it should, and for runs of less than one pass, as tests are."""
+    if passes <= 1:
+        return ""
     if without_loss > MOST_WITHOUT_LOSS:
         return f"{_without_loss_sentence(data, without_loss, about)}, or train on them with --plan=warn"
     if cropped > MOST_CROPPED:

@@ -373,14 +373,16 @@ def much_text(monkeypatch):
 
 
 @pytest.mark.parametrize("fork", [None, {"run": "parent"}])
+@pytest.mark.parametrize("steps", [5, 40])
 def test_books_that_would_be_cropped_are_refused_but_not_in_a_fork_which_packs_as_its_parent(
-    tmp_path, fork
+    tmp_path, fork, steps
 ):
+    """Nor in a run of less than one pass over the beginnings, which is a trial."""
     data = source(tmp_path / "a", [[900] * 60])
-    config = StreamConfig(T=16, V=4, max_epochs=1, buffer_size=8)
-    plan = make_plan(config, {"a": data}, rows_per_step=4, num_steps=5)
+    config = StreamConfig(T=16, V=4, buffer_size=8)
+    plan = make_plan(config, {"a": data}, rows_per_step=4, num_steps=steps)
     start = SimpleNamespace(config={}, settings=SimpleNamespace(plan="error", fork=fork))
-    assert ("--long-docs=split" in refusal(plan, start)) == (fork is None)  # type: ignore[arg-type]
+    assert ("--long-docs=split" in refusal(plan, start)) == (steps == 40 and fork is None)  # type: ignore[arg-type]
 
 
 def test_the_share_without_loss_of_cropped_windows_is_that_of_their_rows(tmp_path):

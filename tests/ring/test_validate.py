@@ -436,6 +436,15 @@ def test_books_that_would_train_on_their_title_pages_are_refused_with_the_flag_t
     assert "cropped" not in checked(**settings | {"long_docs": "split"})[1].split("figures")[1]
 
 
+def test_a_run_of_less_than_a_pass_is_warned_and_starts(books):
+    """Regression: a step, to see whether a job works, were refused."""
+    texts = [" ".join(training.texts(8, seed=s)) for s in range(40)]
+    training.write_shard(books / "0.parquet", texts)
+    code, out, _ = checked(**given(books, **BOOKS, data_path=books) | {"num_iterations": 1})
+    assert code == 0 and "% of the tokens of its data are cropped" in out
+    assert "ok: training can start" in out
+
+
 def test_with_plan_warn_books_are_cropped_and_the_run_resumes(books):
     settings = given(books, **BOOKS, data_path=books) | {"plan": "warn", "num_iterations": 2}
     assert checked(**settings)[0] == 0

@@ -15,10 +15,10 @@ each file and one of itself, computed with zeros in place of that checksum:
     {"step": 7, "files": {...}, "checksum": "00000000"}  --BLAKE2b-->  9f3c..  -->  "checksum": "9f3c.."
 
 **Writing.** All files go into a folder with a hidden name, each one fsynced, the seal last; one
-rename gives the checkpoint its name. A good checkpoint of the same step is kept, because it saw the
-same rows (a `final` or a shutdown's only if it has the same status, too); a corrupt one is replaced.
-If a completed run is extended, its old `final` is renamed to the checkpoint of the step it was saved
-at. So a good checkpoint exists at every instant.
+rename gives the checkpoint its name. A good checkpoint of the same name and step is kept, because it
+saw the same rows (a `final` or a shutdown's only if the new one has the same status); a corrupt one
+is replaced. If a completed run is extended, its old `final` is renamed to the checkpoint of the step
+it was saved at. So a good checkpoint exists at every instant.
 
 **Reading.** `first_good` goes from the newest checkpoint to the oldest, and takes the first whose
 every byte matches its checksum. States hold only tensors and plain values, and are loaded with

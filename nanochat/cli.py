@@ -108,9 +108,12 @@ def check_bounds(flag: str, value: object, rules: Mapping[str, Any]) -> None:
     of its setting."""
     if isinstance(value, float) and not math.isfinite(value):
         raise ValueError(f"{flag}: got {value}, expected a finite number")
-    if "least" in rules and not rules["least"] <= value <= rules.get("most", value):
-        most = f" and at most {rules['most']:,}" if "most" in rules else ""
-        raise ValueError(f"{flag}: got {value}, expected at least {rules['least']}{most}")
+    if "least" in rules:
+        least = rules["least"]
+        most = rules.get("most", value)
+        if not least <= value <= most:
+            and_most = f" and at most {most:,}" if "most" in rules else ""
+            raise ValueError(f"{flag}: got {value}, expected at least {least}{and_most}")
     if "above" in rules and not value > rules["above"]:
         raise ValueError(f"{flag}: got {value}, expected a number above {rules['above']}")
 

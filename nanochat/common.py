@@ -685,12 +685,15 @@ def table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> list[str]:
     """A header and rows as aligned lines: columns of numbers are right-aligned, columns with text
     left-aligned."""
     columns = list(zip(*rows)) or [()] * len(header)
-    cells = [[name, *map(show, column)] for name, column in zip(header, columns)]
-    for column, values in zip(cells, columns):
-        width = max(map(len, column))
-        is_text = any(isinstance(value, str) for value in values)
-        column[:] = [cell.ljust(width) if is_text else cell.rjust(width) for cell in column]
-    return ["  ".join(line).rstrip() for line in zip(*cells)]
+    aligned = []
+    for name, values in zip(header, columns):
+        cells = [name, *map(show, values)]
+        width = max(map(len, cells))
+        if any(isinstance(value, str) for value in values):
+            aligned.append([cell.ljust(width) for cell in cells])
+        else:
+            aligned.append([cell.rjust(width) for cell in cells])
+    return ["  ".join(line).rstrip() for line in zip(*aligned)]
 
 
 def counted(number: int, noun: str) -> str:

@@ -5,7 +5,7 @@ The settings of a run: one frozen dataclass, its command-line flags, and what a 
 
 This field defines the flag `--warmup-steps`, its line in --help with the default, its entry in
 config.json, its rule for a resume, and its row in the table of settings in docs/reference.md. To
-add a flag in a fork, add one field here. A module that owns a default declares its own fields
+add a flag, add one field here. A module that owns a default declares its own fields
 (`ScheduleSettings` in nanochat/schedule.py); its class is listed among the bases of `Settings`.
 
 **A run never changes what it is.** The command that starts a run also resumes it. A resume may have
@@ -674,7 +674,7 @@ def known_settings(config: Mapping[str, Any]) -> dict[str, Field]:
     return fields_of(settings_class(order)) if order in ORDERS else FIELDS
 
 
-def current(config: Mapping[str, Any]) -> dict[str, Any]:
+def without_removed(config: Mapping[str, Any]) -> dict[str, Any]:
     """A run's config.json without the settings that only older versions had."""
     known = known_settings(config)
     return {name: config[name] for name in config if name in known or name not in REMOVED}

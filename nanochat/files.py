@@ -73,6 +73,7 @@ OWN_TOKENIZER = "tokenizer/tokenizer.json"  # in a data folder that has its own 
 NOT_DATA = re.compile(  # whatever their kind
     r"^(readme|licen[cs]e|copying|notice|changelog|authors|citation)\b|\.(log|lock)$", re.IGNORECASE
 )
+DOT_JSON = (".json", ".json.gz", ".json.zst")  # a name that does not say what the file holds
 NOT_READ = "not a kind of file that is read; docs/data.md makes JSON lines of source files"
 ABOUT_DATA = re.compile(  # text files that are not documents, whatever is beside them
     r"(readme|licen[cs]e|copying|notice|changelog|authors|citation|merges|vocab|md5sums?|sha256sums?|cmakelists"
@@ -135,14 +136,24 @@ def walk(folder: AnyPath) -> Iterator[Entry]:
     .cache, .snapshot. OSError for a folder that cannot be read. A folder that is deleted meanwhile
     is skipped."""
     if isinstance(folder, Remote):
-        for file in folder.walk():
-            folders = file.relative_to(folder).parts[:-1]
-            hidden = [part for part in folders if part.startswith(".")]
-            if not hidden:
-                yield Entry(file, "hidden" if file.name.startswith(".") else "file")
-            elif hidden == [RECORDS]:
-                yield Entry(file.parent, "records")
-        return
+        yield from _walk_remote(folder)
+    else:
+        yield from _walk_local(folder)
+
+
+def _walk_remote(folder: Remote) -> Iterator[Entry]:
+    """`walk` in object storage, which has files and no folders."""
+    for file in folder.walk():
+        folders = file.relative_to(folder).parts[:-1]
+        hidden = [part for part in folders if part.startswith(".")]
+        if not hidden:
+            yield Entry(file, "hidden" if file.name.startswith(".") else "file")
+        elif hidden == [RECORDS]:
+            yield Entry(file.parent, "records")
+
+
+def _walk_local(folder: Path) -> Iterator[Entry]:
+    """`walk` on a disk."""
     todo = [(folder, frozenset[tuple[int, int]](), False)]
     while todo:
         place, above, linked = todo.pop()
@@ -153,13 +164,8 @@ def walk(folder: AnyPath) -> Iterator[Entry]:
                 continue
             with os.scandir(place) as entries:
                 for entry in entries:
-                    if entry.name.startswith("."):
-                        if entry.is_file(follow_symlinks=False):
-                            yield Entry(place / entry.name, "hidden")
-                        elif entry.name == RECORDS and entry.is_dir():
-                            yield Entry(place / entry.name, "records")
-                        continue
-                    path, is_linked = place / entry.name, linked or entry.is_symlink()
+                    path = place / entry.name
+                    is_linked = linked or entry.is_symlink()
                     kind = _kind(entry)
                     if kind == "folder":
                         todo.append((path, above | {own}, is_linked))
@@ -175,7 +181,12 @@ def walk(folder: AnyPath) -> Iterator[Entry]:
 
 
 def _kind(entry: os.DirEntry[str]) -> str:
-    """See `Entry`. "" for a socket, pipe or device, and for a name that has just been deleted."""
+    """See `Entry`. "" for what `walk` skips: a folder or link whose name begins with a dot, a socket,
+    pipe or device, and a name that has just been deleted."""
+    if entry.name.startswith("."):
+        if entry.is_file(follow_symlinks=False):
+            return "hidden"
+        return "records" if entry.name == RECORDS and entry.is_dir() else ""
     try:
         if entry.is_dir():
             return "folder"
@@ -561,9 +572,7 @@ def _not_documents(files: Sequence[AnyPath]) -> dict[AnyPath, str]:
             reasons[file] = "not part of the saved data set"
         elif suffix in PLAIN_TEXT and ABOUT_DATA.fullmatch(file.name):
             reasons[file] = "about the data, by name"
-        elif f"{suffix}.".startswith(".json.") and (
-            file.name in METADATA or not is_json_lines(file)
-        ):
+        elif suffix in DOT_JSON and (file.name in METADATA or not is_json_lines(file)):
             reasons[file] = "JSON, but not one object per line"
         elif not suffix and not NOT_DATA.search(file.name):
             reasons[file] = NOT_READ

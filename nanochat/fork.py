@@ -12,18 +12,18 @@ for bit, and deleting the parent does no harm.
 
     flags       the parent's config.json is read like a --config file; the command line follows it
     settings    `branch_off` refuses what cannot change, and records what does
-    files       `join_files`: those that the parent reads stay pinned, further ones join
+    files       `files_of_fork`: those that the parent reads stay pinned, further ones join
     cursors     `continue_cursors`: each bucket continues where it was
 
 **What may change.** Everything but the shape of the model, its tokenizer, the lanes, the seed, and
 how documents are selected. With another length of rows or another packing, documents that were
-waiting in a buffer are packed anew, and the ledger starts with them.
+waiting in a buffer are packed anew, and the counts of the ledger (nanochat/stream.py) start with them.
 
 `run_dir.Fork` is the record in config.json, from which schedules and plans count on.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -61,6 +61,7 @@ from nanochat.pins import (
     DATA_MANIFEST,
     Manifest,
     Manifests,
+    Pin,
     bare,
     contents_of,
     keep_groups,
@@ -342,9 +343,13 @@ def _validation_of(parent: Parent, folder: AnyPath) -> dict[str, Manifest]:
     """The parent's validation files; those below `folder`, if all were moved there. FileNotFoundError
     or ValueError names a file that is gone or has changed."""
     val = parent.manifests["val"]
-    entries = [(manifest, entry) for manifest in val.values() for entry in manifest["files"]]
-    here = [(as_path(manifest["root"]) / entry["name"]).exists() for manifest, entry in entries]
-    there = [(folder / entry["name"]).exists() for _, entry in entries]
+    here = []
+    there = []
+    for manifest in val.values():
+        root = as_path(manifest["root"])
+        for entry in manifest["files"]:
+            here.append((root / entry["name"]).exists())
+            there.append((folder / entry["name"]).exists())
     is_moved = not any(here) and all(there)
     return check_files({"train": {}, "val": val}, None, folder if is_moved else None)["val"]
 
@@ -385,23 +390,32 @@ def files_of_fork(parent: Parent, settings: Settings) -> Manifests:
     train: dict[str, Manifest] = {}
     for bucket, manifest in pinned["train"].items():
         theirs = parent.manifests["train"].get(bucket)
-        files = [entry for entry in manifest["files"] if contents_of(entry) not in evaluated]
-        names = {entry["name"] for entry in files}
-        # what the parent trains on stays, even if it is a copy of a validation file
-        for entry in theirs["files"] if theirs is not None else ():
-            is_copy = contents_of(entry) in evaluated and entry["name"] not in names
-            if is_copy and (as_path(manifest["root"]) / entry["name"]).exists():
-                files.append(entry)
-                names.add(entry["name"])
-        if theirs is None or not names & {entry["name"] for entry in theirs["files"]}:
-            train[bucket] = {**manifest, "files": files}
-        else:
+        read_before = theirs["files"] if theirs is not None else []
+        files = _training_files(manifest, read_before, evaluated)
+        ours: Manifest = {**manifest, "files": files}
+        continues = {entry["name"] for entry in files} & {entry["name"] for entry in read_before}
+        if theirs is not None and continues:
             joins = "data_path" in fork.changes
             feeds = [cursor["buckets"][bucket] for cursor in parent.checkpoint.cursors]
             begins = [[feed["epoch"], feed["place"]] for feed in feeds]
-            ours: Manifest = {**manifest, "files": files}
-            train[bucket] = _joined(ours, theirs, fork.run, begins if joins else None)
+            ours = _joined(ours, theirs, fork.run, begins if joins else None)
+        train[bucket] = ours
     return {"train": train, "val": val or pinned["val"]}
+
+
+def _training_files(
+    manifest: Manifest, read_before: Sequence[Pin], evaluated: Container[object]
+) -> list[Pin]:
+    """The files of a bucket that are no validation files (`evaluated`: the contents of these). What
+    the parent trains on (`read_before`) stays, even if it is a copy of a validation file."""
+    files = [entry for entry in manifest["files"] if contents_of(entry) not in evaluated]
+    names = {entry["name"] for entry in files}
+    for entry in read_before:
+        is_copy = contents_of(entry) in evaluated and entry["name"] not in names
+        if is_copy and (as_path(manifest["root"]) / entry["name"]).exists():
+            files.append(entry)
+            names.add(entry["name"])
+    return files
 
 
 def _joined(

@@ -12,8 +12,8 @@ Sources of the parts: rotary positions (RoFormer, 2104.09864), RMSNorm without p
 (2109.08668), value embeddings (a form of ResFormer's value residual, 2410.17897), soft-capped
 logits (Gemma 2, 2408.00118). The scalars on the residual stream, smear and backout come from the
 modded-nanogpt speedruns. The model has no biases and no dropout, and embedding and head are not
-tied. With one or two layers, the middle layer is the last one, so (1 - backout_lambda) x is left,
-of which the norm keeps the sign alone: such a model is for tests.
+tied. With one or two layers, the middle layer is the last one: the norm then receives
+(1 - backout_lambda) x, and keeps only the sign of that factor. Such a model is for tests.
 
 Matrices are float32 masters and are cast to the dtype of the activations where they are used,
 without autocast. `wte` and the value embeddings are stored in the compute dtype;

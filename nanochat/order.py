@@ -533,7 +533,10 @@ class JoinedOrder(Order):
         done = 0
         while any(at[part] < shares[part].stop for part in (0, 1)):
             remaining = [share.stop - place for share, place in zip(shares, at)]
-            part = int(int(drawn[len(ends)]) * sum(remaining) >= remaining[0] << 64)
+            # the first part with the probability remaining[0] / sum(remaining)
+            draw = int(drawn[len(ends)])  # below 2^64
+            is_second = draw * sum(remaining) >= remaining[0] << 64
+            part = 1 if is_second else 0
             end = self.parts[part].unit_end(epoch, at[part], shares[part].stop)
             done += end - at[part]
             ends.append(done)

@@ -7,9 +7,9 @@ unit would decode a group of 1,024 documents sixteen times. So a group is decode
 units that the lane will read soon are kept compressed. A *small* bucket (at most 32 Mi tokens,
 about 128 MB of text) is read in random order: each group is decoded once in the whole run, and its
 documents stay in memory, each compressed individually. (Compressing several together saved no
-memory, and took 20 % longer per document.) Files that joined a bucket in a fork are small or not by
-themselves. A *large* group, such as one of books, is decoded into a
-file that all lanes read (nanochat/spill.py).
+memory, and took 20 % longer per document.) If files joined a bucket in a fork,
+their own tokens alone decide whether they are small. A *large* group, such as one of books, is
+decoded into a file that all lanes read (nanochat/spill.py).
 """
 
 import functools

@@ -19,8 +19,8 @@ file. Its pin also holds "parquet", the file that is read instead. That is a pla
 where it does not exist, it is prepared again, and compared.
 
 **Token files** have groups and an estimate of tokens in the manifest.json beside them, if there is
-one when the run begins. They decide the order of documents, but are no bytes of the files: the run
-keeps those that it began with (`keep_groups`), whether that manifest.json appears, changes or goes.
+one when the run begins. They decide the order of documents, but are not in the files themselves. So the
+run keeps those that it began with (`keep_groups`), even if that manifest.json appears, changes or goes.
 
 **Fingerprint.** A hash of the contents of a bucket's files, wherever they are. It is part of every
 checkpoint: a run resumes only with the same data.

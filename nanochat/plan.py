@@ -16,12 +16,13 @@ run, and a plan follows that stream step by step:
 For token files, and for up to about 32 MB of local text, the halting step and all rehearsed counts are
 exact. More text would take long to tokenize, so its lengths are drawn from a few hundred documents,
 scaled by the sizes of its files, and the plan is called an estimate.
+
 A bucket that cannot run dry, because it has no limit or far more tokens than requested, is not
 rehearsed; its cropping is measured on a few thousand rows, of as many lanes as that needs.
 
 Only runs with a curriculum (others have unlimited epochs), or with `binned` rows (to find entries
 that are too long), make a plan. They keep it in RUN/plan.json for a resume. scripts.validate plans
-every run except those in an order of samples, which refuse to start with too few of them.
+every run except those in an order of samples, which refuse to start if there are too few samples.
 """
 
 import math

@@ -11,7 +11,7 @@ An exact plan that halts refuses the run, and so does one that would crop nearly
 
 import logging
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -68,23 +68,23 @@ def rehearse(start: Starting, data: RunData) -> Plan:
     return plan
 
 
-def print_passes(start: Starting, data: RunData) -> None:
-    """For a run without a curriculum: print the size of its data in tokens, exact for files that are
-    not large, otherwise estimated from a few hundred documents, and its passes over them. What is
-    cropped is measured in rows, as in a plan: many documents are cropped to fill rows that are longer
-    than they are. Its data cannot run dry, so only `binned` rows need a plan. ValueError with
-    --plan=error if nearly all of a new run's tokens would be cropped."""
-    settings = start.settings
-    [(bucket, source)] = data.train.items()
-    T = settings.max_seq_len
-    config = stream_config(settings)
-    assert isinstance(config, StreamConfig), "no other order has a plan"
-    trained = start.horizon.total_tokens
-    sample = Sample(source)
-    about = "" if sample.is_whole else "about "
+class _Pass(NamedTuple):
+    """What one pass over the data puts into rows."""
+
+    emitted: float  # tokens, with BOS
+    repeated: float  # their share that an earlier row also holds
+    cropped: float  # share of the data's tokens that no row holds
+    without_loss: float  # share of tokens without a loss in cropped rows
+
+
+def _one_pass(
+    config: StreamConfig, bucket: str, source: Source, sample: Sample, trained: int
+) -> _Pass:
+    """What a pass over a bucket puts into rows. What is cropped is measured in rows, as in a plan:
+    many documents are cropped to fill rows that are longer than they are."""
+    T = config.T
     lengths = sample.lengths
     again = sample.repeated
-    # what a pass over the data puts into rows
     emitted = sample.total(lengths)
     cropped = without_loss = 0.0
     if crops(config):
@@ -93,20 +93,37 @@ def print_passes(start: Starting, data: RunData) -> None:
         emitted *= 1 - cropped
         again = np.minimum(again, T + 1)
         without_loss = sample.total(again) / sample.total(np.minimum(lengths, T + 1))
-    elif settings.packing == "bestfit":
+    elif config.layout == "bestfit":
         # each continuation is BOS, overlap and up to T - overlap new tokens
         beyond = np.maximum(lengths - T - 1, 0)
-        added = (settings.overlap + 1) * np.ceil(beyond / (T - settings.overlap))
+        added = (config.overlap + 1) * np.ceil(beyond / (T - config.overlap))
         emitted += sample.total(added)
         again = again + added
     repeated = sample.total(again) / emitted
-    why = refuse_waste("its data", cropped, without_loss, about)
+    return _Pass(emitted, repeated, cropped, without_loss)
+
+
+def print_passes(start: Starting, data: RunData) -> None:
+    """For a run without a curriculum: print the size of its data in tokens, exact for files that are
+    not large, otherwise estimated from a few hundred documents, and its passes over them. Its data
+    cannot run dry, so only `binned` rows need a plan. ValueError with --plan=error if nearly all of
+    a new run's tokens would be cropped."""
+    settings = start.settings
+    [(bucket, source)] = data.train.items()
+    T = settings.max_seq_len
+    config = stream_config(settings)
+    assert isinstance(config, StreamConfig), "no other order has a plan"
+    trained = start.horizon.total_tokens
+    sample = Sample(source)
+    about = "" if sample.is_whole else "about "
+    one_pass = _one_pass(config, bucket, source, sample, trained)
+    why = refuse_waste("its data", one_pass.cropped, one_pass.without_loss, about)
     if why and settings.plan == "error" and _is_new(start):
         raise ValueError(why)
-    tokens = round(sample.total(lengths - 1 - sample.repeated))  # without BOS
+    tokens = round(sample.total(sample.lengths - 1 - sample.repeated))  # without BOS
     # the last token of a row of concat is the next one's first
     per_row = T if settings.packing == "concat" else T + 1
-    passes = trained / T * per_row / emitted
+    passes = trained / T * per_row / one_pass.emitted
     shown = f"{passes:.2g}"
     repeating = _repeats("its data", start, bucket, source, passes)
     if repeating:
@@ -123,9 +140,9 @@ def print_passes(start: Starting, data: RunData) -> None:
         trained=trained,
         tokens=tokens,
         passes=passes,
-        cropped=cropped,
-        without_loss=without_loss,
-        repeated=repeated,
+        cropped=one_pass.cropped,
+        without_loss=one_pass.without_loss,
+        repeated=one_pass.repeated,
         about=about,
     ):
         log.warning("%s", line)

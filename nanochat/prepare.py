@@ -16,10 +16,10 @@ module sees parquet only. Rows keep the name and the line of the document in the
 (in object storage, the ETag) of each file, and the options that select documents. So a folder
 never changes, and a run that reads it is safe from the next one. If a file changes, a new folder
 is made; the files that did not change are hard links into the older folder, which take no space.
-A folder that holds all files and others is read instead: a new run also prepares files of which no
-document is selected, which it then leaves out; and a fork may read the validation files alone.
-Each parquet file records the size and hash of the user's file, and a run pins these instead of
-its own bytes, which may depend on the version of pyarrow.
+An older folder that holds all of the files, and others, is read instead: it may also hold files of
+which no document was selected, or a fork may need the validation files alone. Each parquet file
+records the size and hash of the user's file. A run pins these, and not the bytes of the parquet file,
+which may depend on the version of pyarrow.
 
 **Crashes.** Each file is written under a temporary name, fsynced and renamed, so a folder holds
 whole files only. An interrupted preparation is continued by the next launch. One process prepares

@@ -12,8 +12,9 @@ A receipt holds everything that determines the rows, and the digests that the ru
     first, begin        of a fork: its first step, and the cursors of all lanes there
     data                of data on the Hub: its path, with the commit
     tokenizer           the files of the run's tokenizer, so that nobody needs to ask for them
-    checkpoints         {step: checksum of its seal} of those that exist; so whoever gets them later can replay any
-    training, horizons  stretch between two of them with these settings and lengths of the run, and compare every bit
+    checkpoints         {step: checksum of its seal} of those that exist
+    training, horizons  the settings and lengths of the run. With them, whoever gets two of the checkpoints later can
+                        train the steps between them again, and compare every bit
 
 All of it is plain JSON: 700 kB for a vocabulary of 32,768, and 90 bytes per file. Names are
 relative to the data path. Files in object storage have no hash of their bytes, because computing it

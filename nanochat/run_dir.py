@@ -671,14 +671,22 @@ def newest_progress(run_dir: Path) -> dict[str, Any] | None:
             file.seek(max(0, size - window))
             lines = file.read(window).split(b"\n")
             whole = lines if window >= size else lines[1:]
-            for line in reversed(whole):
-                with contextlib.suppress(ValueError):
-                    record = parse_json(line, path, {"step": int})
-                    if record.get("event") in (None, "started"):
-                        return record
+            record = _last_progress(whole, path)
+            if record is not None:
+                return record
             if window >= size:
                 return None
             window *= 16
+
+
+def _last_progress(lines: Sequence[bytes], path: Path) -> dict[str, Any] | None:
+    """The last record of a step or of a launch that started in some lines of a log."""
+    for line in reversed(lines):
+        with contextlib.suppress(ValueError):
+            record = parse_json(line, path, {"step": int})
+            if record.get("event") in (None, "started"):
+                return record
+    return None
 
 
 def config_at(run_dir: Path, step: float) -> dict[str, Any]:

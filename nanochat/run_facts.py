@@ -16,7 +16,7 @@ from typing import Any
 
 from nanochat import seen
 from nanochat.common import Bits, counted, duration, few, show, visible
-from nanochat.config import current
+from nanochat.config import without_removed
 from nanochat.pins import Manifests, contents_of
 from nanochat.run_dir import changes_text, setting_texts
 from nanochat.run_history import history_of
@@ -257,7 +257,7 @@ def differing_settings(runs: Sequence[RunReader]) -> Table:
     whatever it follows from."""
     configs = []
     for run in runs:
-        config = current(run.last_config) | {"num_iterations": run.horizon}
+        config = without_removed(run.last_config) | {"num_iterations": run.horizon}
         for name in ("derived", "fork"):  # not settings
             config.pop(name, None)
         configs.append(config)

@@ -2,7 +2,7 @@
 which files it pins.
 
     --order=lanes   packed documents, each lane its own share of them (nanochat/order.py, nanochat/stream.py)
-    --order=NAME    an order of its own, in nanochat/integrations/ or in a fork
+    --order=NAME    an order of its own, in nanochat/integrations/ or in a module that you add
 
 A `RunOrder` turns the settings of a run into plain values for the stream. To add an order, write
 such a class and a configuration whose `open` returns an `AnyStream`, and name the class in

@@ -35,7 +35,7 @@ from nanochat.splits import (
     describe_split,
     files_of,
     last_file_validates,
-    or_divide,
+    val_fraction_remedy,
     validated_by_name,
     warn_of_trained_copies,
 )
@@ -57,13 +57,8 @@ def print_split(run: Run) -> None:
         files = counted(sum(map(len, files_of(train).values())), ".bin file")
         print0(f"data: {files}, each with documents for training and for validation")
         return
-    roots = {str(manifest["root"]) for manifest in train.values()}
-    for root in sorted(roots):
-        if root.startswith("hf://"):  # with the commit, from which the branch may have moved on
-            print0(f"data: {root}{_folders_in(train, root)}")
-    for root in sorted({str(manifest["root"]) for manifest in val.values()} - roots):
-        if root.startswith("hf://"):
-            print0(f"data for validation: {root}")
+    for line in _hub_roots(train, val):
+        print0(line)
     for note in (*_pinned_notes(run), *_joined_notes(run)):
         print0(f"note: {note}")
     kind = "run" if settings.fork is None else "fork"
@@ -95,21 +90,46 @@ def print_split(run: Run) -> None:
         warn_of_trained_copies(run.data.manifests)
     unseen = [bucket for bucket in train if bucket not in val]
     if unseen and val.keys() & train.keys():
-        why = "no validation file of its own; name one with --val-path"
-        if chosen and not validated_by_name(files_of(train), files_of(val)):
-            names = [file.name for files in files_of(train).values() for file in files]
-            why += or_divide(names, 0.05)
-        if settings.fork:
-            why = "a fork is evaluated like its parent; --val-path names other data"
+        why = _why_not_evaluated(run, chosen=chosen)
         print0(f"not evaluated: {few(unseen)} ({why})")
+    _print_left_out(train, settings.without_documents)
+
+
+def _hub_roots(train: Mapping[str, Manifest], val: Mapping[str, Manifest]) -> Iterator[str]:
+    """The data sets on the Hub that are read, with the commit: the branch may have moved on."""
+    roots = {str(manifest["root"]) for manifest in train.values()}
+    only_val = {str(manifest["root"]) for manifest in val.values()} - roots
+    for root in sorted(roots):
+        if root.startswith("hf://"):
+            yield f"data: {root}{_folders_in(train, root)}"
+    for root in sorted(only_val):
+        if root.startswith("hf://"):
+            yield f"data for validation: {root}"
+
+
+def _why_not_evaluated(run: Run, *, chosen: bool) -> str:
+    """Why a bucket has no validation file, and what gives it one. `chosen`: see `describe_split`."""
+    if run.settings.fork:
+        return "a fork is evaluated like its parent; --val-path names other data"
+    train = files_of(run.data.manifests["train"])
+    val = files_of(run.data.manifests["val"])
+    why = "no validation file of its own; name one with --val-path"
+    if chosen and not validated_by_name(train, val):
+        names = [file.name for files in train.values() for file in files]
+        why += val_fraction_remedy(names, 0.05)
+    return why
+
+
+def _print_left_out(train: Mapping[str, Manifest], listed: str | None) -> None:
+    """Print how many documents --without-documents (`listed`) leaves out. A warning names the files
+    that were not searched for its list."""
     left_out = [manifest.get("without", {}) for manifest in train.values()]
     rows = [rows for without in left_out for rows in without.values()]
     if rows:
-        number = sum(len(listed) for listed in rows if listed is not None)
+        number = sum(len(of_file) for of_file in rows if of_file is not None)
         whole = rows.count(None)
         files = f" and {counted(whole, 'whole file')}" if whole else ""
         print0(f"left out: {counted(number, 'document')}{files} (--without-documents)")
-    listed = settings.without_documents
     unsearched = not_searched(train, listed) if listed is not None else []
     if unsearched:
         files = counted(len(unsearched), "training file")
@@ -221,12 +241,14 @@ def _print_settings(start: Start, typed: Sequence[str]) -> None:
     settings = start.settings.differing()
     settings.pop("fork", None)  # a line of its own says it in words
     mix = mix_text(settings.pop("curriculum", None))
-    named = [f"{flag(name)}={short(str(settings[name]))}" for name in settings if name in typed]
+    named = [f"{flag(name)}={shorten(str(settings[name]))}" for name in settings if name in typed]
     derived = {**settings, **derive(start.settings, start.horizon)}
     for name in [name for name in derived if name.startswith("params_")]:
         if name != "params_total":
             del derived[name]  # config.json has them
-    found = [f"{name} {short(show(value))}" for name, value in derived.items() if name not in typed]
+    found = [
+        f"{name} {shorten(show(value))}" for name, value in derived.items() if name not in typed
+    ]
     _print_wrapped("set", " ".join(named))
     if mix:
         print0(f"curriculum: {mix}")
@@ -325,7 +347,7 @@ def padding_note(layout: StepLayout) -> str:
     )
 
 
-def short(text: str) -> str:
+def shorten(text: str) -> str:
     """A text for a line. A list of hundreds of paths is cut."""
     return text if len(text) < 2000 else f"{text[:300]} ... ({len(text):,} characters)"
 

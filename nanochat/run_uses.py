@@ -5,7 +5,7 @@ In which steps a run used a document, also in the ancestors of a fork.
     a fork:    steps from its first one on: its own;   before: its parent's, and so on
                files of an ancestor that the fork does not read are searched, too
 
-and, from a benchmark: which of its items the run has learned, and in which rows (`find_items`).
+For a benchmark, `find_items` tells which of its items the run has learned, and from which rows.
 """
 
 import logging
@@ -20,6 +20,7 @@ import numpy as np
 from nanochat import seen
 from nanochat.common import hash_json
 from nanochat.find import DocumentPlace, History, Pass, Use, find_document, sample_passes
+from nanochat.ngrams import Index
 from nanochat.order import StreamConfig
 from nanochat.pins import pins_of
 from nanochat.run_stream import Opened, first_words, open_stream_of, recorded_losses
@@ -373,15 +374,8 @@ def item_uses(
             if not uses:
                 continue
             ids = content_of(of_run, of_run.data.train[document.bucket], document).ids
-            parts = [decode(ids[use.start : use.stop].tolist()) for use in uses]
-            without_loss = [decode(ids[use.start : use.start + use.off].tolist()) for use in uses]
-            off = {}
-            for shared in benchmark.index.find(without_loss):
-                off[shared.text, shared.item] = shared.num_ngrams
-            for shared in benchmark.index.find(parts):
-                if off.get((shared.text, shared.item), 0) == shared.num_ngrams:
-                    continue  # an earlier row has learned all of it
-                use = uses[shared.text]
+            for number, item in learned_items(ids, uses, decode, benchmark.index):
+                use = uses[number]
                 losses = losses_of(use.step)
                 item_use: seen.ItemUse = {
                     "step": use.step,
@@ -389,8 +383,28 @@ def item_uses(
                     "row": use.row,
                     "loss": losses[use.row] if losses else None,
                 }
-                found.setdefault((document.name, shared.item), []).append(item_use)
+                found.setdefault((document.name, item), []).append(item_use)
     return found
+
+
+def learned_items(
+    ids: np.ndarray, uses: Sequence[Use], decode: Callable[[Sequence[int]], str], index: Index
+) -> Iterator[tuple[int, int]]:
+    """(number of a use, number of an item) for each use of a document (its `ids`) from which the model
+    learned some of the n-grams of an item."""
+    texts = []
+    without_loss = []  # the beginnings that an earlier row has learned
+    for use in uses:
+        learned_from = use.start + use.off
+        texts.append(decode(ids[use.start : use.stop].tolist()))
+        without_loss.append(decode(ids[use.start : learned_from].tolist()))
+    known = {}
+    for shared in index.find(without_loss):
+        known[shared.text, shared.item] = shared.num_ngrams
+    for shared in index.find(texts):
+        is_known = known.get((shared.text, shared.item), 0) == shared.num_ngrams
+        if not is_known:
+            yield shared.text, shared.item
 
 
 def find_items(opened: Opened, benchmark: seen.Benchmark) -> dict[str, seen.TaskResult]:

@@ -18,9 +18,8 @@ The scaling rules and their constants are those of nanochat's scripts/base_train
   - the best batch size grows as D^0.383 with the number of tokens D (arxiv.org/abs/2505.13738);
   - the learning rate for batches of B tokens is multiplied by sqrt(B / B_ref);
   - to keep the time scale of weight decay, B / (lr * wd * D), constant, the decay is multiplied by
-  sqrt(B / B_ref) *
-    D_ref / D (arxiv.org/abs/2405.13698). D_ref / D is a ratio of parameter counts, because D is a multiple of the
-    count.
+    sqrt(B / B_ref) * D_ref / D (arxiv.org/abs/2405.13698). D_ref / D is a ratio of parameter counts,
+    because D is a multiple of the count.
 
 If warmup and warmdown overlap (short runs), the lower curve applies. With the warmup alone until
 its last step, the curve would jump there, and a run shorter than its warmup would end at a high

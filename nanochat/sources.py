@@ -5,7 +5,7 @@
 
 A group is a block of documents stored together: a parquet row group, or by default 1,024 entries of
 a token file. A kind of data file enters by the table `SOURCES`: by its suffix, it names a subclass
-of `Source`. A fork needs no entry for its own kind `.xyz`: the class `FileSource` in
+of `Source`. A kind `.xyz` of your own needs no entry: the class `FileSource` in
 nanochat/source_xyz.py is found by its name. Of the settings of text, it receives --text-field only.
 
     files --scan_all--> manifests --> RUN/data_manifest.json (nanochat/pins.py), when a run starts
@@ -484,7 +484,8 @@ def _find_again(manifest: Manifest, folder: AnyPath | None) -> Manifest:
         root = root.as_pinned(manifest["root"])
     new_root = str(root.resolve())
 
-    def find(entry: Pin) -> None:
+    def check_file(entry: Pin) -> None:
+        """FileNotFoundError or ValueError, as above, for one file."""
         path = root / entry["name"]
         if not path.exists():
             what = f"{path}: this run reads it, but it does not exist; restore it, name its folder"
@@ -501,7 +502,7 @@ def _find_again(manifest: Manifest, folder: AnyPath | None) -> Manifest:
             _check_same(path, "size", entry["size"], path.stat().st_size, manifest["root"])
 
     root.is_dir()  # in object storage: one listing instead of a request per file
-    for _ in each(find, manifest["files"]):
+    for _ in each(check_file, manifest["files"]):
         pass
     return {**manifest, "root": new_root}
 

@@ -12,8 +12,8 @@ from there:
                                                             lane 0 reads here ^      lane 1 ^      lane 2 ^
 
 The child is a process of its own, because Arrow keeps the memory of a decoded page for as long as
-its process lives. A file is closed once every lane that said it would read further has done so, and
-another group is decoded.
+its process lives. A file is closed when another group has been decoded, and every lane that announced
+further reads of this one has made them.
 
 Rejected: rewriting such files into smaller row groups when a run starts. That would need as much
 disk as the data.

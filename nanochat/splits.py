@@ -368,7 +368,7 @@ def _take_last_files(
     if not val and not last:
         raise ValueError(
             f"{data}: {_too_few(train)}; add one, or name validation data with --val-path"
-            f"{or_divide(chain.from_iterable(train.values()), 0.01)}"
+            f"{val_fraction_remedy(chain.from_iterable(train.values()), 0.01)}"
         )
     if val and not by_bucket:
         return {"train": train, "val": val}
@@ -385,7 +385,7 @@ def _take_last_files(
     return {"train": rest, "val": for_val}
 
 
-def or_divide(files: Iterable[AnyPath | str], share: float) -> str:
+def val_fraction_remedy(files: Iterable[AnyPath | str], share: float) -> str:
     """The end of a remedy: to divide the documents of text files; "" for files of another kind,
     which --val-fraction does not divide."""
     if not any(text_suffix(str(file)) for file in files):
@@ -441,7 +441,7 @@ def _held_out(
     if not rest:
         raise ValueError(
             f"--val-path: it holds all training files of {data}; name files that are only for validation"
-            f"{or_divide(chain.from_iterable(train.values()), 0.05)}"
+            f"{val_fraction_remedy(chain.from_iterable(train.values()), 0.05)}"
         )
     return rest
 
@@ -529,31 +529,42 @@ def describe_split(
         f"validation: {_summary(for_val)}, {_share(for_training, for_val):.1%} of all bytes",
         f"training: {_summary(for_training)}{end}",
     ]
-    if not chosen:
-        return lines
+    if chosen:
+        lines += _accidental_split(train, val, remote=remote)
+    return lines
 
-    every_file = [*for_training, *for_val]
+
+def _accidental_split(
+    train: Mapping[str, Sequence[DataFile]],
+    val: Mapping[str, Sequence[DataFile]],
+    *,
+    remote: bool,
+) -> list[str]:
+    """The warning of `describe_split`: at most one line, for last files that are unlike the others."""
     by_name = validated_by_name(train, val)
     last = {bucket: files for bucket, files in val.items() if bucket not in by_name}
-    # --val-fraction is for data without validation files
-    divide = "" if by_name else or_divide([file.name for file in every_file], 0.05)
     odd: list[str] = []
     for bucket, chosen_files in last.items():
         where = f"bucket {bucket}" if len(val) > 1 else ""
         odd += _odd(train.get(bucket, []), chosen_files, where)
-    if odd:
-        copied = ", which copies all files to this machine" if divide and remote else ""
-        instead = f" or folders train/ and val/{divide}{copied}"
-        if all(file.name.endswith(".bin") for file in every_file):
-            instead = ", such as the folder val/ that scripts.tok_shards writes beside train/"
-        of_bucket = f" of bucket {next(iter(last))}" if by_name else ""
-        if len(last) > 1:
-            of_bucket = f" of {'the other buckets' if by_name else 'each bucket'}"
-        lines.append(
-            f"warning: the last file{of_bucket} is used for validation, but {', and '.join(odd)}, and a new run after "
-            f"more files arrive will use another one; name validation data with --val-path{instead}"
-        )
-    return lines
+    if not odd:
+        return []
+
+    # what to do instead; --val-fraction is for data without validation files
+    every_file = [*chain.from_iterable(train.values()), *chain.from_iterable(val.values())]
+    divide = "" if by_name else val_fraction_remedy([file.name for file in every_file], 0.05)
+    copied = ", which copies all files to this machine" if divide and remote else ""
+    instead = f" or folders train/ and val/{divide}{copied}"
+    if all(file.name.endswith(".bin") for file in every_file):
+        instead = ", such as the folder val/ that scripts.tok_shards writes beside train/"
+
+    of_bucket = f" of bucket {next(iter(last))}" if by_name else ""
+    if len(last) > 1:
+        of_bucket = f" of {'the other buckets' if by_name else 'each bucket'}"
+    return [
+        f"warning: the last file{of_bucket} is used for validation, but {', and '.join(odd)}, and a new run after "
+        f"more files arrive will use another one; name validation data with --val-path{instead}"
+    ]
 
 
 def validated_by_name(

@@ -373,6 +373,8 @@ def _inspect(
         )
     if settings.core_metric_every > 0:  # a missing bundle is an error now, not hours later
         read_bundle(max_per_task=settings.core_metric_max_per_task)
+
+    # what it continues: itself, other weights, or a fork's parent
     config = dict[str, Any]()
     notices: Mapping[str, Notice] = {}
     if exists and not scratch:
@@ -386,6 +388,8 @@ def _inspect(
         if settings.fork_from is not None:
             parent = find_parent(settings.fork_from)
             settings = branch_off(settings, parent)
+
+    # what follows from its settings and its data
     order = order_of(settings)
     is_new = not config and parent is None
     manifests = order.pin(settings) if is_new and order.feeds_lanes else {}
@@ -403,7 +407,8 @@ def _inspect(
         checkpoint = first_checkpoint(parent, settings, model_config)
         jump = rate_jump(settings, parent, checkpoint, horizon)
     _check_length(settings, horizon, checkpoint)
-    if (loaded := checkpoint or origin) is not None:
+    loaded = checkpoint or origin
+    if loaded is not None:
         loaded.check_tokenizer(settings.tokenizer_fingerprint)
         loaded.check_architecture(vars(model_config))
     start = Start(

@@ -305,7 +305,7 @@ def open_parquet(
             pre_buffer=False,
             page_checksum_verification=True,
         )
-    problem = misfit(file.schema_arrow, field)
+    problem = column_problem(file.schema_arrow, field)
     if not problem and not file.metadata.num_rows:
         problem = "the parquet file is empty (0 rows); delete it"
     if problem:
@@ -314,16 +314,16 @@ def open_parquet(
     return file
 
 
-def flat(table: pa.Table) -> pa.Table:
+def flatten_structs(table: pa.Table) -> pa.Table:
     """The table with the fields of each struct `a` as columns `a.b`, `a.c`."""
     while any(pa.types.is_struct(kind) for kind in table.schema.types):
         table = table.flatten()
     return table
 
 
-def misfit(schema: pa.Schema, field: str) -> str:
+def column_problem(schema: pa.Schema, field: str) -> str:
     """The problem if a table does not have exactly one string column `field`; otherwise ""."""
-    columns = flat(schema.empty_table()).schema
+    columns = flatten_structs(schema.empty_table()).schema
     count = columns.names.count(field)
     if count > 1:
         return f"{count} columns named `{field}`, so it is unclear which holds the documents; rename one"
@@ -501,7 +501,7 @@ def read_batches(
             for batch in file.iter_batches(
                 batch_size, row_groups=[group], columns=[field], use_threads=False
             ):
-                [column] = flat(pa.Table.from_batches([batch]))[field].chunks
+                [column] = flatten_structs(pa.Table.from_batches([batch]))[field].chunks
                 may_fill = skipped is None and not strict
                 if column.null_count and may_fill and is_uncounted(file, path, field):
                     column = column.fill_null("")

@@ -37,9 +37,9 @@ from nanochat.text import (
     Selection,
     Skipped,
     checked,
+    column_problem,
     counted_nulls,
-    flat,
-    misfit,
+    flatten_structs,
     named_in_errors,
     open_parquet,
     read_batches,
@@ -173,10 +173,10 @@ def _read_arrow(path: AnyPath, selection: Selection, skipped: Skipped) -> Iterat
         path.open("rb") as file,
     ):
         batches = pa.ipc.open_stream(file)
-        if problem := misfit(batches.schema, field):
+        if problem := column_problem(batches.schema, field):
             raise ValueError(f"{path}: {problem}")
         for number, batch in enumerate(batches):
-            column = flat(pa.Table.from_batches([batch]))[field]
+            column = flatten_structs(pa.Table.from_batches([batch]))[field]
             yield from (checked(chunk, path, field, number, counts) for chunk in column.chunks)
 
 
@@ -274,9 +274,8 @@ def _read_jsonl(path: AnyPath, selection: Selection, skipped: Skipped) -> Iterat
             try:
                 yield Numbered(number, _document(line, selection.text_field))
             except (ValueError, RecursionError) as e:
-                problem = (
-                    f"not {'UTF-8' if isinstance(e, UnicodeError) else 'JSON with text'}: {e}"[:200]
-                )
+                expected = "UTF-8" if isinstance(e, UnicodeError) else "JSON with text"
+                problem = f"not {expected}: {e}"[:200]
                 if selection.strict:
                     raise ValueError(
                         f"{path}: line {number}: {problem}; fix the line, or drop --strict to skip "

@@ -8,13 +8,14 @@ Evaluate a trained model: bits per byte on validation and training data, samples
     python -m scripts.base_eval d12 --val-path=mytext    # bits per byte on a text of yours
 
 Tokenizer, data files and row length come from the run directory. With the default --eval-tokens,
-the validation result equals the one that training printed at that step. The training data is a
-sample of the training files, with about how often the run has read these. A gap to validation is a
-sign of overfitting only if it has, and if the gap is large: the sample usually has more beginnings
-of documents, which are easier to predict. A unigram
-model, which only knows how frequent each token is in the first rows of training, is evaluated for
-comparison. CORE needs only the run's model and tokenizer, and the eval_bundle folder
-(nanochat/core_eval.py).
+the validation result equals the one that training printed at that step. The result on training
+data is that of a sample of the training files; beside it stands about how often the run has read
+them. It may be a little better than on validation data, because the sample usually has more
+beginnings of documents, which are easier to predict. Only a large gap, after the run has read the
+files, is a sign of overfitting. For comparison, a unigram model is evaluated, which only knows how
+frequent each token is in the first rows of training. CORE needs only the run's model and tokenizer,
+and the eval_bundle folder (nanochat/core_eval.py).
+
 Results are written to RUN/eval.json, and CORE's table to RUN/eval.csv. What --eval leaves out stays
 there, if it is of the same step. These files are of the newest step that was evaluated; the
 result of an earlier one is in RUN/eval-STEP.json.
@@ -176,7 +177,7 @@ def open_text(
     training. ValueError or FileNotFoundError if it holds none."""
     begin_launch(settings.data_cache)
     data_format = settings.data_format
-    if data_format != "text" and not holds(val_path, data_format):
+    if data_format != "text" and not has_files(val_path, data_format):
         data_format = "text"
     selection = Selection(text_field=text_field or settings.text_field)
     val = on_rank0(lambda: pin_validation(val_path, data_format, selection))
@@ -184,7 +185,7 @@ def open_text(
     return Opened(data, stream_config(settings), settings)
 
 
-def holds(path: str, data_format: str) -> bool:
+def has_files(path: str, data_format: str) -> bool:
     """Whether a data path has files of a format."""
     try:
         return bool(find_files(path, data_format))

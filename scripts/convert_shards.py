@@ -19,9 +19,9 @@ need --eod, which adds it.
     nanoGPT     a b E c d E                        uint16, nothing else; E after each document; --eod says which id
     llm.c       header E a b E c d                 256 int32, then uint16 (GPT-2) or uint32 (Llama 3); E before each
 
-Both are cut at E, and each document gets E at its end. A file whose name
-has the word val goes below OUT/val, and then the others go below OUT/train. A document that llm.c
-split over two files becomes two.
+Both are cut at E, and each document gets E at its end. If the names of some files have the word val,
+these go below OUT/val, and the others below OUT/train. A document that llm.c split over two files
+becomes two.
 
 The same command resumes after a crash or Ctrl-C: a pair is kept if its .idx is not older than its
 source, and it ends with the --eod given. Exit code: 0, or 1 with an error if a pair cannot be converted.

@@ -6,7 +6,7 @@ List all commands, or run one of them by its name.
     .venv/bin/nanochat train --depth=12         # python -m scripts.base_train --depth=12, from any folder
     python -m scripts.help --translate run.yaml # our command line for gpt-simple's file of settings
 
-Every module in scripts/ is a command, including those that a fork adds. Its name is written with
+Every module in scripts/ is a command, including those that you add. Its name is written with
 dashes, and the first sentence of its docstring is its line in the list. To train on several
 processes, start the module with torchrun.
 """

@@ -498,7 +498,7 @@ def blame(rows: SpikeRows, place: str) -> str:
 # ---- from a document to its steps ----------------------------------------------------------------
 
 
-def remark(ancestry: Ancestry, traced: Traced) -> str:
+def why_not_learned(ancestry: Ancestry, traced: Traced) -> str:
     """Why a run does not learn from a document; empty if it does, or if the passes give the
     reason."""
     opened = traced.opened
@@ -674,7 +674,7 @@ def show_find(opened: Opened, args: argparse.Namespace) -> int:
             continue
         print_about(about, content.origin)
         legends[print_passes(opened, passes, with_text=bool(args.text))] = None
-        reason = remark(ancestry, traced)
+        reason = why_not_learned(ancestry, traced)
         if reason:
             print(reason)
     if args.text and not args.json and len(shown) > 1:
@@ -790,10 +790,16 @@ def epochs_text(passes: Sequence[Mapping[str, Any]]) -> str:
 
 def ranges(numbers: Sequence[int]) -> str:
     """Ascending numbers as text: "0 to 5, 7"."""
-    parts: list[str] = []
-    for _, run in groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0]):
-        members = [number for _, number in run]
-        first, last = members[0], members[-1]
+    runs: list[list[int]] = []  # of consecutive numbers
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    parts = []
+    for run in runs:
+        first = run[0]
+        last = run[-1]
         parts.append(f"{first} to {last}" if last > first else str(first))
     return ", ".join(parts)
 

@@ -194,7 +194,7 @@ def replayed(
                 raise ValueError(f"{run.log_path}: it lacks step {number}, which a replay compares")
             now = settings_of(run, number, process)
             follow(training, now, of_run)
-            take(of_run, training, logged[number], partial(causes, run, number, process))
+            replay_step(of_run, training, logged[number], partial(causes, run, number, process))
         yield training
 
 
@@ -230,7 +230,7 @@ def follow(training: Training, now: Settings, of_run: Run) -> None:
         )
 
 
-def take(
+def replay_step(
     of_run: Run, training: Training, logged: Mapping[str, Any], why: Callable[[], str]
 ) -> None:
     """Take one step as the run did, and compare it with its line in the log."""
@@ -276,7 +276,7 @@ def causes(run: RunReader, step: int, process: Process) -> str:
     return f"; {'; '.join(differing)}"
 
 
-def keep(run: RunReader, training: Training, folder: Path) -> Path | None:
+def keep_checkpoint(run: RunReader, training: Training, folder: Path) -> Path | None:
     """Collective. Write the training as a checkpoint of a run directory. Returns its path on rank
     0."""
     snapshot = training.collect(status="running", kept=True, replayed=True)
@@ -342,8 +342,11 @@ def first_difference(a: Any, b: Any, place: str = "") -> str | None:
     if isinstance(a, Mapping) and isinstance(b, Mapping):
         if a.keys() != b.keys():
             return place
-        found = (first_difference(a[key], b[key], f"{place}/{key}".lstrip("/")) for key in a)
-        return next((where for where in found if where is not None), None)
+        for key in a:
+            found = first_difference(a[key], b[key], f"{place}/{key}".lstrip("/"))
+            if found is not None:
+                return found
+        return None
     if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
         return first_difference(dict(enumerate(a)), dict(enumerate(b)), place)
     return None if a == b else place
@@ -407,7 +410,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 0
         checkpoint = on_rank0(lambda: nearest_save(run, step))
         with replayed(run, checkpoint, step, process, args.data_path) as training:
-            path = keep(run, training, args.out or run_dir)
+            path = keep_checkpoint(run, training, args.out or run_dir)
         print0(f"replay: every step has the digest and the loss of the log; {path}")
     finally:
         compute_cleanup()

@@ -5,9 +5,9 @@ Compare runs of many sizes: tables, and size and data as power laws of compute.
     python -m scripts.sweep d12 d16 d20 --out=results
 
 Each completed run gets a row in results.csv: depth, parameters, tokens, FLOPs, bits per byte, CORE
-and on how much, if it was evaluated, tokens/s (of the median step), and peak memory on a GPU. Tokens, FLOPs and time
-of a fork count those of its ancestors, too; tokens/s is that of its own steps. Other runs are
-skipped with a note.
+(if it was evaluated, and on how many tasks and items), tokens/s (of the median step), and peak memory
+on a GPU. Tokens, FLOPs and time of a fork count those of its ancestors, too; tokens/s is that of its
+own steps. Other runs are skipped with a note.
 
     miniseries     one run per size, at one ratio of tokens to parameters: each run is a point
     scaling laws   several sizes per budget of FLOPs (--target-flops): the minimum of a parabola of bits per byte in
@@ -133,6 +133,16 @@ def to_csv(columns: Sequence[str], rows: Sequence[Row]) -> str:
     writer.writeheader()
     writer.writerows(rows)
     return text.getvalue()
+
+
+def write_table(path: Path, columns: Sequence[str], rows: Sequence[Row]) -> None:
+    """Write rows as CSV, and print them as a table."""
+    write_bytes(path, to_csv(columns, rows).encode())
+    cells = []
+    for row in rows:
+        shown = row | {"val_bpb": Bits.of(row.get("val_bpb"))}
+        cells.append([shown[name] for name in columns])
+    print0(*table(columns, cells), "", sep="\n")
 
 
 # ---- points and power laws -----------------------------------------------------------------------
@@ -288,22 +298,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     # the tables
     args.out.mkdir(parents=True, exist_ok=True)
     tables = {
-        "results.csv": (COLUMNS, rows),
-        "points.csv": (POINT_COLUMNS, points),
-        "fit.csv": (LAW_COLUMNS, laws),
+        args.out / "results.csv": (COLUMNS, rows),
+        args.out / "points.csv": (POINT_COLUMNS, points),
+        args.out / "fit.csv": (LAW_COLUMNS, laws),
     }
-    for name, (columns, lines) in tables.items():
-        write_bytes(args.out / name, to_csv(columns, lines).encode())
-        cells = []
-        for line in lines:
-            bits = {"val_bpb": Bits.of(line.get("val_bpb"))}
-            cells.append([(line | bits)[name] for name in columns])
-        print0(*table(columns, cells), "", sep="\n")
+    for path, (columns, lines) in tables.items():
+        write_table(path, columns, lines)
     for law in laws:
         print0(f"{law['of']} = {formula(law)}")
     if why:
         print0(f"no laws: {why}")
-    print0(f"written: {', '.join(str(args.out / name) for name in tables)}")
+    print0(f"written: {', '.join(map(str, tables))}")
     return 0
 
 

@@ -3,9 +3,9 @@ Tokenize text once, into token shards that training reads.
 
     python -m scripts.tok_shards --input-dir=mytext --output-dir=shards
 
-Every text file below the input folder (all kinds that docs/data.md lists)
-becomes a pair: a file of ids and its index. RAW/BUCKET/... becomes OUT/train/BUCKET/NAME.bin and
-.idx, and each bucket's last file becomes OUT/val/BUCKET/...; RAW/train/... and RAW/val/... keep
+Every text file below the input folder RAW (all kinds that docs/data.md lists) becomes a pair: a file
+of ids and its index, below the output folder OUT. RAW/BUCKET/... becomes OUT/train/BUCKET/NAME.bin
+and .idx, and each bucket's last file becomes OUT/val/BUCKET/...; RAW/train/... and RAW/val/... keep
 their split. Each folder of pairs gets a manifest.json. The tokenizer is the one that runs on RAW
 use: --tokenizer, else RAW/tokenizer, else <base dir>/tokenizer. OUT/tokenizer is a copy of it.
 --format=megatron writes Megatron's pairs: each whole document as a single sequence, followed by the

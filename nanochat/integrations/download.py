@@ -139,12 +139,14 @@ def copy(url: str, part: Path, token: str = "") -> None:
         return request
 
     for attempt in range(1, ATTEMPTS + 1):
-        pause, reached = BACKOFF_S * 2 ** (attempt - 1), url
+        pause = BACKOFF_S * 2 ** (attempt - 1)
+        reached = url
         try:
             with requests.get(
                 url, stream=True, timeout=TIMEOUT_S, auth=sign if token else None
             ) as response:
-                status, reached = response.status_code, response.url
+                status = response.status_code
+                reached = response.url
                 if status == 200:
                     with open(part, "wb") as f:
                         chunks = response.iter_content(1 << 20)
@@ -157,9 +159,7 @@ def copy(url: str, part: Path, token: str = "") -> None:
                 problem = f"got HTTP {status}, so the server is busy{redirected(url, reached)}"
                 pause = Retry().get_retry_after(response.raw) or pause
         except requests.RequestException as e:
-            cause: BaseException = e
-            while cause.__context__ is not None:  # the original error is the most specific
-                cause = cause.__context__
+            cause = _original(e)
             if e.request is not None and e.request.url:
                 reached = e.request.url
             problem = f"no complete answer ({public(str(cause))}){redirected(url, reached)}"
@@ -169,6 +169,13 @@ def copy(url: str, part: Path, token: str = "") -> None:
             )
             time.sleep(pause)
     raise OSError(f"gave up after {ATTEMPTS} attempts; the last: {problem}")
+
+
+def _original(error: BaseException) -> BaseException:
+    """The error that led to this one, by way of others: it is the most specific."""
+    while error.__context__ is not None:
+        error = error.__context__
+    return error
 
 
 def redirected(url: str, reached: str) -> str:

@@ -151,7 +151,7 @@ def load_code(path: Path) -> ModuleType:
     return code
 
 
-def short(error: Exception) -> str:
+def one_line(error: Exception) -> str:
     """The beginning of an error's text, on one line."""
     words = str(error).split()
     return " ".join(words)[:400]
@@ -170,7 +170,7 @@ def check_hf(model: GPT, path: Path, config: Mapping[str, Any]) -> None:
         exported.load_state_dict(model.state_dict(), assign=True)
     except (ImportError, RuntimeError) as e:
         # RuntimeError: tensors that are missing, unknown or different in shape
-        raise ValueError(f"{what} cannot load this model ({short(e)}); {remedy}") from e
+        raise ValueError(f"{what} cannot load this model ({one_line(e)}); {remedy}") from e
 
     def logits_of(tokens: Tensor) -> Tensor:
         return exported(tokens, use_cache=False).logits
@@ -213,7 +213,7 @@ def check_nanochat(model: GPT) -> None:
     try:
         check_same(model, logits_of, what, remedy)
     except (KeyError, RuntimeError) as e:  # a tensor that is missing, or of a different shape
-        raise ValueError(f"{what} cannot load this model ({short(e)}); {remedy}") from e
+        raise ValueError(f"{what} cannot load this model ({one_line(e)}); {remedy}") from e
     if unread:
         raise ValueError(f"{what} does not know {', '.join(sorted(unread))}; {remedy}")
 

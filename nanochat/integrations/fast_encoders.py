@@ -85,7 +85,7 @@ class FastokensEncoder:
         self.batch = _native(oracle.encoding).encode_batch_flat
 
     def __call__(self, texts: Sequence[str]) -> Encoded:
-        if not any(map(is_odd, texts)):
+        if not any(map(may_differ, texts)):
             try:
                 ids, offsets = self.batch(list(texts))
                 return np.frombuffer(ids, np.uint32), np.diff(np.frombuffer(offsets, np.int64))
@@ -96,7 +96,7 @@ class FastokensEncoder:
         return self.oracle(texts)
 
 
-def is_odd(text: str) -> bool:
+def may_differ(text: str) -> bool:
     """Whether fastokens might differ from tiktoken on a text, because it has U+180E or perhaps a
     long run of white space. To be fast, this checks every 1,024th character: a run of 65,536
     includes 64 consecutive ones."""
@@ -165,7 +165,7 @@ def hard_sample() -> list[str]:
     """Texts with every class of characters at every kind of edge, long texts, and texts with a long
     common prefix."""
     short = ["\n".join(context.format(c) for context in _CONTEXTS) for c in _CHARACTERS]
-    long = "".join(text for text in short if not is_odd(text))
+    long = "".join(text for text in short if not may_differ(text))
     words = (
         "It's 2024: the quick\tbrown fox, WE'LL see...\r\n\r\n  na\xefve \u4e2d\u6587 \U0001f642 [1, 23]\n"
         * 200

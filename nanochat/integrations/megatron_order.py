@@ -141,14 +141,15 @@ class MegatronOrder:
     feeds_lanes = has_plan = False
 
     def stream_config(self, settings: Settings) -> SampleConfig:
+        """See `RunOrder.stream_config`."""
         return SampleConfig.of(_own(settings))
 
     def settle(
         self, settings: Settings, horizon: Horizon, cursors: Sequence[Cursor] | None, steps: int
     ) -> Settings:
-        """Fills in --split and the number of samples. A new run has as many
-        samples as its steps need, or as many as the run whose data it continues, and keeps that
-        number. ValueError if its steps need more."""
+        """See `RunOrder.settle`: --split and the number of samples. A new run has as many samples as
+        its steps need, or as many as the run whose data it continues, and keeps that number.
+        ValueError if its steps need more."""
         needed = samples_needed(settings, cursors, steps)
         settings = _own(settings)
         split = settings.split
@@ -170,13 +171,15 @@ class MegatronOrder:
         return replace(settings, split=split, num_samples=number)
 
     def pin(self, settings: Settings) -> Manifests:
+        """See `RunOrder.pin` and `find_pairs`."""
         return find_pairs(settings.data_path or "", settings.val_path, _own(settings).split or "")
 
     def check(self, settings: Settings, sources: Mapping[str, Source]) -> None:
+        """See `RunOrder.check`."""
         open_samples(self.stream_config(settings), sources)
 
     def shuffle(self, settings: Settings, sources: Mapping[str, Source]) -> None:
-        """The other ranks then read the tables from the index cache."""
+        """See `RunOrder.shuffle`: the other ranks then read the tables from the index cache."""
         for part in open_samples(self.stream_config(settings), sources).datasets:
             _ = part.shuffle_index
 
@@ -187,6 +190,7 @@ class MegatronOrder:
         cursors: Sequence[Cursor] | None,
         steps: int,
     ) -> Mapping[str, Reading]:
+        """See `RunOrder.reads`: the order says in advance how many samples each bucket gives."""
         samples = open_samples(self.stream_config(settings), sources)
         counts = samples.counts(samples_needed(settings, cursors, steps))
         readings = {}

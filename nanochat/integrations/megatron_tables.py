@@ -63,9 +63,14 @@ class Shuffles:
         narrow = self.num_samples < 2**32 - 2
         samples = np.arange(self.num_samples, dtype=np.uint32 if narrow else np.int64)
         state = np.random.RandomState(self.seed)
-        for array, edge in ((documents, len(documents) - n), (samples, self.samples_before)):
-            for part in (array[:edge], array[edge:]) if self.apart else (array,):
-                state.shuffle(part)  # in place: a part is a view
+        parts = [documents, samples]
+        if self.apart:
+            parts = [
+                *np.split(documents, [len(documents) - n]),
+                *np.split(samples, [self.samples_before]),
+            ]
+        for part in parts:
+            state.shuffle(part)  # in place: a part is a view
         return documents, samples
 
 

@@ -104,15 +104,23 @@ def attend(q: Tensor, k: Tensor, v: Tensor, window: int, is_token: Tensor | None
     window: how many earlier tokens a query sees; -1: all. is_token: (B, Tk) bool; None: all
     positions are tokens. Padding attends to itself, so that its softmax is not empty. Returns (B,
     H, Tq, D)."""
-    Tq, out_of_reach = q.size(2), 0
+    Tq = q.size(2)
+    out_of_reach = 0
     if window >= 0:  # drop the keys before the first query's window
         out_of_reach = max(0, k.size(2) - Tq - window)
-        k, v = k[:, :, out_of_reach:], v[:, :, out_of_reach:]
-    Tk, grouped = k.size(2), q.size(1) != k.size(1)
-    if is_token is None and (window < 0 or window >= Tk - 1) and Tq == Tk:
+        k = k[:, :, out_of_reach:]
+        v = v[:, :, out_of_reach:]
+    Tk = k.size(2)
+    grouped = q.size(1) != k.size(1)
+    sees_all = window < 0 or window >= Tk - 1
+    if is_token is None and sees_all and Tq == Tk:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
-    back = torch.arange(Tk - Tq, Tk, device=q.device)[:, None] - torch.arange(Tk, device=q.device)
-    visible = (back >= 0) & (back <= window) if window >= 0 else back >= 0
+    queries = torch.arange(Tk - Tq, Tk, device=q.device)
+    keys = torch.arange(Tk, device=q.device)
+    back = queries[:, None] - keys
+    visible = back >= 0
+    if window >= 0:
+        visible = visible & (back <= window)
     if is_token is not None:
         visible = visible & is_token[:, None, None, out_of_reach:] | (back == 0)
     return F.scaled_dot_product_attention(q, k, v, attn_mask=visible, enable_gqa=grouped)
@@ -268,42 +276,56 @@ class NanochatExactForCausalLM(PreTrainedModel, GenerationMixin):
         self._refuse(cache, others)
         if cache is None and use_cache is not False and labels is None and not self._recomputes():
             cache = DynamicCache()
-        start = 0 if cache is None else cache.get_seq_length()
-        is_token = self._is_token(attention_mask, (input_ids.size(0), start + input_ids.size(1)))
-        wte = norm(self.transformer["wte"](input_ids))
-        x = x0 = middle = self._smear(wte, cache, is_token)
-        rotary = self._rotary(start, x, is_token, position_ids)
-        with_states = (
-            self.config.output_hidden_states
-            if output_hidden_states is None
-            else output_hidden_states
+        with_states = output_hidden_states
+        if with_states is None:
+            with_states = self.config.output_hidden_states
+        states = self._hidden_states(
+            input_ids, attention_mask, position_ids, cache, keep_all=with_states
         )
-        states = [x]
-        for i, block in enumerate(self.transformer["h"].children()):
-            ve = self.value_embeds[str(i)](input_ids) if str(i) in self.value_embeds else None
-            x = self.resid_lambdas[i] * x + self.x0_lambdas[i] * x0
-            x = block(x, ve, rotary, cache, is_token)
-            if i == self.config.n_layer // 2:
-                middle = x
-            if with_states:
-                states.append(x)
-        x = norm(x - self.backout_lambda.to(x.dtype) * middle)
-        kept = (
-            slice(-logits_to_keep or None, None)
-            if isinstance(logits_to_keep, int)
-            else logits_to_keep
-        )
-        logits = self.lm_head(x[:, kept])[..., : self.config.vocab_size].float()
+        kept: slice | Tensor
+        if isinstance(logits_to_keep, int):
+            kept = slice(-logits_to_keep or None, None)
+        else:
+            kept = logits_to_keep
+        logits = self.lm_head(states[-1][:, kept])[..., : self.config.vocab_size].float()
         logits = self.config.logit_cap * torch.tanh(logits / self.config.logit_cap)
         loss = None if labels is None else self._loss(logits, labels, num_items_in_batch)
         result = CausalLMOutputWithPast(
             loss=loss,
             logits=logits,
             **{CACHE: cache},
-            hidden_states=(*states[:-1], x) if with_states else None,
+            hidden_states=tuple(states) if with_states else None,
         )
         as_dict = self.config.return_dict if return_dict is None else return_dict
         return result if as_dict else result.to_tuple()
+
+    def _hidden_states(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None,
+        position_ids: Tensor | None,
+        cache: Cache | None,
+        *,
+        keep_all: bool,
+    ) -> list[Tensor]:
+        """The embeddings and each layer's output, (B, T, C) each, the last one as the head reads it;
+        without `keep_all`, only the last one. The cache receives the new tokens."""
+        start = 0 if cache is None else cache.get_seq_length()
+        is_token = self._is_token(attention_mask, (input_ids.size(0), start + input_ids.size(1)))
+        embeddings = norm(self.transformer["wte"](input_ids))
+        x = x0 = middle = self._smear(embeddings, cache, is_token)
+        rotary = self._rotary(start, x, is_token, position_ids)
+        states = []
+        for i, block in enumerate(self.transformer["h"].children()):
+            if keep_all:
+                states.append(x)
+            ve = self.value_embeds[str(i)](input_ids) if str(i) in self.value_embeds else None
+            x = self.resid_lambdas[i] * x + self.x0_lambdas[i] * x0
+            x = block(x, ve, rotary, cache, is_token)
+            if i == self.config.n_layer // 2:
+                middle = x
+        states.append(norm(x - self.backout_lambda.to(x.dtype) * middle))
+        return states
 
     def _recomputes(self) -> bool:
         """Whether layers are computed a second time for their gradients (gradient
@@ -355,11 +377,9 @@ class NanochatExactForCausalLM(PreTrainedModel, GenerationMixin):
         reduction = "mean" if num_items_in_batch is None else "sum"
         predicted, targets = logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten().to(logits.device)
         loss = F.cross_entropy(predicted, targets, ignore_index=-100, reduction=reduction)
-        return (
-            loss
-            if num_items_in_batch is None
-            else loss / torch.as_tensor(num_items_in_batch, device=loss.device)
-        )
+        if num_items_in_batch is None:
+            return loss
+        return loss / torch.as_tensor(num_items_in_batch, device=loss.device)
 
     def _rotary(
         self, start: int, x: Tensor, is_token: Tensor | None, position_ids: Tensor | None
@@ -368,29 +388,37 @@ class NanochatExactForCausalLM(PreTrainedModel, GenerationMixin):
         `start`."""
         half = self.config.n_embd // self.config.n_head // 2
         turns = self.config.rope_base ** (-torch.arange(half, dtype=torch.float32) / half)
-        positions, is_new_token = torch.arange(start, start + x.size(1))[None], torch.tensor(True)
+        positions = torch.arange(start, start + x.size(1))[None]
+        is_new_token = torch.tensor(True)
         if is_token is not None:  # padding has no position: a row's first token is at 0
             is_new_token = is_token.cpu()[:, start:]
             positions = is_token.cpu().cumsum(dim=1)[:, start:].sub(1).clamp(min=0)
-        if position_ids is not None and (is_new_token & (position_ids.cpu() != positions)).any():
-            raise ValueError(
-                "position_ids: they do not count the tokens of a row from 0, but documents packed into a "
-                "row would attend to each other; pass one document per row, with padding"
-            )
+        if position_ids is not None:
+            differs = position_ids.cpu() != positions
+            if (is_new_token & differs).any():
+                raise ValueError(
+                    "position_ids: they do not count the tokens of a row from 0, but documents packed into a "
+                    "row would attend to each other; pass one document per row, with padding"
+                )
         angles = positions[:, None, :, None].float() * turns  # on the CPU: the same bits everywhere
         return angles.cos().to(x.device, x.dtype), angles.sin().to(x.device, x.dtype)
 
     def _smear(self, x: Tensor, cache: Cache | None, is_token: Tensor | None) -> Tensor:
         """Add a gated share of the previous embedding to each position of x (B, T, C), except at a
         row's first token and after padding."""
-        T, embeddings = x.size(1), x
+        T = x.size(1)
+        embeddings = x
         if cache is not None:
+            # in a layer of its own, as the keys of a single head
             while len(cache.layers) <= self.config.n_layer:
                 cache.layers.append(DynamicLayer())
-            embeddings = cache.update(x[:, None], x[:, None, :, :0], self.config.n_layer)[0][:, 0]
+            no_values = x[:, None, :, :0]
+            keys, _ = cache.update(x[:, None], no_values, self.config.n_layer)
+            embeddings = keys[:, 0]
         previous = F.pad(embeddings, (0, 0, 1, 0))[:, -T - 1 : -1]
         gate = torch.sigmoid(self.smear_gate(x[..., : self.smear_gate.in_features]))
         gate = self.smear_lambda.to(x.dtype) * gate
         if is_token is not None:
-            gate = gate * F.pad(is_token, (1, 0))[:, -T - 1 : -1, None]
+            after_token = F.pad(is_token, (1, 0))[:, -T - 1 : -1]
+            gate = gate * after_token[..., None]
         return x + gate * previous

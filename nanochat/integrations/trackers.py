@@ -76,7 +76,7 @@ class TensorBoard(Tracker):
     @staticmethod
     def check() -> None:
         """ValueError if TensorBoard is not installed."""
-        need("tensorboard")
+        check_installed("tensorboard")
 
     def __init__(self, run: Run) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -100,7 +100,7 @@ class Trackio(Tracker):
     @staticmethod
     def check() -> None:
         """ValueError if trackio is not installed."""
-        need("trackio")
+        check_installed("trackio")
 
     def __init__(self, run: Run) -> None:
         import trackio
@@ -119,7 +119,7 @@ class Trackio(Tracker):
         self._run.finish()
 
 
-def need(package: str) -> None:
+def check_installed(package: str) -> None:
     """ValueError if the package of a tracker is not installed."""
     if importlib.util.find_spec(package) is None:
         raise ValueError(

@@ -9,7 +9,7 @@ Each tensor has one scale, which maps its largest magnitude to the largest numbe
 (tensorwise scaling). A scale depends only on the tensors of one micro-batch, and a maximum is the
 same in any order, so a step has the same bits for every number of ranks that divides the number of
 leaves. Master weights, gradient sums and the optimizer are unchanged, as are evaluation and
-generation, which need no gradients. Only runs with --fp8 import this module.
+generation, which need no gradients.
 """
 
 from typing import Any
@@ -40,7 +40,10 @@ def multiply(
     fast: bool = False,
 ) -> Tensor:
     """The product of FP8 tensors, a (M, K) @ b (K, N), in `dtype`. On CUDA, `fast` accumulates in
-    fewer bits."""
+    fewer bits. A CPU has no fast kernel for FP8, and some have none at all, so there the eight-bit
+    values are multiplied in float32."""
+    if a.device.type == "cpu":
+        return ((a.float() @ b.float()) * (a_scale * b_scale)).to(dtype)
     return torch._scaled_mm(
         a.contiguous(),
         b.t().contiguous().t(),

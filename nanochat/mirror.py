@@ -155,9 +155,10 @@ class RunMirror(Mirror):
         }
 
     @staticmethod
-    def preview(settings: Settings, run_dir: Path) -> str:
-        """What a launch would find in its mirror, as a sentence. Changes nothing, here and there, and
-        does not ask for an owner. ValueError or OSError for a mirror that a launch would refuse."""
+    def preview(settings: Settings, run_dir: Path) -> tuple[str, bool]:
+        """(what a launch would find in its mirror, as a sentence; whether it would bring the run to this
+        machine). Changes nothing, here and there, and does not ask for an owner. ValueError or OSError
+        for a mirror that a launch would refuse."""
         assert settings.mirror_to is not None
         check_place(settings.mirror_to)
         store = open_store(settings.mirror_to, make=False)
@@ -165,20 +166,26 @@ class RunMirror(Mirror):
             marks = read_marks(store)
         except FileNotFoundError:  # a launch would make the folder
             marks = {}
-        if not marks:
-            return f"{store.where}: it has no checkpoint yet"
-        newest = next(iter(marks.values()))
-        known = read_mirror_state(run_dir)
-        check_run(store.where, newest, settings, run_dir, known["run"] if known else "")
+        newest = next(iter(marks.values()), None)
+        if newest is not None:
+            known = read_mirror_state(run_dir)
+            check_run(store.where, newest, settings, run_dir, known["run"] if known else "")
+        if newest is None or settings.resume == "scratch":  # which replaces a mere start
+            return f"{store.where}: it has no checkpoint yet", False
         fetch = Fetch(store, marks, run_dir)
-        if not is_run_dir(run_dir):
+        is_new = not is_run_dir(run_dir)
+        if is_new:
             fetch.check_settings(settings)
         found = f"{store.where}: it has step {newest.step:,}"
         if newest.checkpoint == START:
-            return f"{store.where}: it has the start of the run, and no checkpoint yet"
-        if newest.step <= fetch.local_step():
-            return f"{found}, which is not newer than the run here"
-        return f"{found}, which a launch would fetch and resume from; this check is of the run without it"
+            found = f"{store.where}: it has the start of the run, and no checkpoint yet"
+        elif newest.step <= fetch.local_step():
+            found += ", which is not newer than the run here"
+        elif settings.resume == "auto":
+            found += ", which a launch would fetch and resume from; this check is without it"
+        if is_new:
+            found += "; a launch would fetch the run's settings, tokenizer and log, too"
+        return found, is_new
 
     def lost(self) -> str:
         return self.lease.lost

@@ -98,6 +98,8 @@ class Folder:
             raise ValueError(
                 f"{self.where}: the folder {self.path.parent} does not exist; mount its disk, or make it"
             )
+        if self.path.exists() and not self.path.is_dir():
+            raise ValueError(f"{self.where}: it is a file; name a folder")
         if not make:
             return
         try:

@@ -42,7 +42,6 @@ class RunOrder(Protocol):
     settings: ClassVar[type[Settings]]
     # whether each lane has a share of the data, so that data limits the number of lanes
     feeds_lanes: ClassVar[bool]
-    can_grow: ClassVar[bool]  # whether a run may become longer
     has_plan: ClassVar[bool]  # whether a plan can say how much of each bucket the run reads
 
     def stream_config(self, settings: Settings) -> StreamConfig | OtherStreamConfig:
@@ -90,7 +89,7 @@ class LaneOrder:
     """Documents, packed by lanes: each lane reads its own share of every epoch."""
 
     settings = Settings
-    feeds_lanes = can_grow = has_plan = True
+    feeds_lanes = has_plan = True
 
     def stream_config(self, settings: Settings) -> StreamConfig:
         """See `RunOrder.stream_config`."""

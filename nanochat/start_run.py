@@ -193,7 +193,7 @@ class Start:
         if status == "completed" and self.step >= self.horizon.num_iterations and ended:
             done = f"completed after {counted(self.step, 'step')} ({where})"
             further = how_to_extend(self.settings, self.horizon)
-            if made_of(self.seal) or not order_of(self.settings).can_grow:
+            if made_of(self.seal) or not self._has_room():
                 further = "start a new run from its weights with "
                 further += f"--init-from={self.run_dir.name} --model-tag=NAME"
             return Over(
@@ -209,6 +209,14 @@ class Start:
                 f"{self.run_dir}: halted ({where}): {self.seal['halted']}; {remedy}",
             )
         return None
+
+    def _has_room(self) -> bool:
+        """Whether the run's order has another step after this one."""
+        try:
+            order_of(self.settings).settle(self.settings, self.horizon, self.cursors, steps=1)
+        except ValueError:
+            return False
+        return True
 
 
 @dataclass(frozen=True)

@@ -182,6 +182,11 @@ def convert(source: Path, target: Path, *, to: str, eod: int | None) -> int:
         if eod is None:
             eod = find_eod(pair)
         check_eod(eod, pair.dtype, source)
+        if pair.format == "shards" and pair.num_tokens and last_id(pair) != eod:
+            raise ValueError(
+                f"--eod: got {eod}, but {source} ends with {last_id(pair)}, and the id that ends a GPTS file ends "
+                f"each of its documents; leave --eod out"
+            )
     entries = documents(pair, eod)
     if to == "gpts":
         entries = with_end(entries, eod)

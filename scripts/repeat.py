@@ -285,18 +285,21 @@ def check_settings(run: RunReader, settings: Settings, names: Sequence[str], ret
 def check_before(
     runs: Sequence[RunReader], first: RunReader | None, settings: Settings, *, against: bool
 ) -> RunReader | None:
-    """`check_settings`, `check_code` and `check_data` of the runs that have begun, and of the files
-    that the others would read now. Returns the run that all are compared with: `first`, else the
-    first that has begun, if any."""
+    """`check_settings` and `check_data` of the runs that have begun, and of the code and the files
+    with which the others would be trained now. Returns the run that all are compared with: `first`,
+    else the first that has begun, if any."""
     begun = [] if settings.resume == "scratch" else [run for run in runs if run.manifests]
+    finished = [run for run in begun if is_complete(run)]
     first = first or next(iter(begun), None)
     if first is None:
         return None
     check_settings(first, settings, ["eval_tokens"], "the base" if against else "all seeds")
     for run in begun:
         check_settings(run, settings, ["eval_tokens", *OF_LENGTH], "all seeds")
-        check_code(run, code_now(run.model_code), "this is")
         check_data(first, run.manifests, settings, run=run.name, against=against)
+    if len(finished) < len(runs):
+        for run in begun if against else [first, *begun]:
+            check_code(run, code_now(run.model_code), "this is")
     if len(begun) < len(runs) and settings.fork_from is None:
         check_data(first, files_now(settings), settings, against=against)
     return first
@@ -350,7 +353,8 @@ def train_all(
     else:
         with ThreadPoolExecutor(jobs) as pool:
             values = list(pool.map(train, seeds))
-    trained = [RunReader(run.run_dir) for run in runs]
+    pooled = runs if against or first is None else [first, *runs]
+    trained = [RunReader(run.run_dir) for run in pooled]
     for run in trained:  # someone may have edited the code meanwhile
         check_code(trained[0], run.model_code, f"{run.name} has")
     return values
@@ -362,10 +366,14 @@ def command_of(flags: Sequence[str], nproc: int) -> list[str]:
     return ["-m", *(torchrun if nproc > 1 else []), "scripts.base_train", *flags]
 
 
+def is_complete(run: RunReader) -> bool:
+    """Whether a run has been trained to its end."""
+    return bool(run.launches) and run.launches[-1].end == "completed"
+
+
 def final_val_bpb(run: RunReader, code: int, log: Path | None) -> float:
     """The last validation bits per byte of a run. ValueError if it did not train to its end."""
-    is_complete = bool(run.launches) and run.launches[-1].end == "completed"
-    if code or not is_complete:
+    if code or not is_complete(run):
         see = "" if log is None else f", see {log}"
         raise ValueError(
             f"{run.name}: the run ended with exit code {code} before its last step{see}; fix the cause "

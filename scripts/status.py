@@ -109,8 +109,9 @@ def cells(run: dict[str, Any]) -> dict[str, Any]:
     if step is not None and total:
         progress += f" ({100 * step / total:.1f} %)"
     saved = run.get("saved_step")
-    if run["shown"] in RESUMABLE and step is not None and saved is not None and saved < step:
-        progress += f", saved {saved:,}"  # from where a resume continues
+    if run["shown"] in RESUMABLE and step is not None and (saved or 0) < step:
+        # from where a resume continues
+        progress += ", nothing saved" if saved is None else f", saved {saved:,}"
     bpb, bpb_step = run["val_bpb"], run.get("val_step")
     if bpb is not None and bpb_step is not None:
         bpb = f"{show(Bits(bpb))} at step {bpb_step:,}"

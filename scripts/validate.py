@@ -53,6 +53,7 @@ from nanochat.run_stop import deadline
 from nanochat.run_summary import print_split, settings_notes
 from nanochat.start_run import Run, Start, complete_settings, find_data, inspect_run
 from nanochat.text import TEXT_FIELD
+from nanochat.tokenizer import JSON_FILE, default_tokenizer
 
 COPIES = 2  # checkpoints on disk at once: the old one is deleted when the new one is complete
 
@@ -122,10 +123,18 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"--{idle[0]}: has no effect without --decontaminate; name a benchmark there"
         )
     settings = from_flags(args)
-    check_launch(settings)
+    brings_run = check_launch(settings)
     ok("flags")
     device = torch.device(settings.device_type or autodetect_device_type())
-    settings, tokenizer = complete_settings(settings, args.world_size, device.type)
+    try:
+        settings, tokenizer = complete_settings(settings, args.world_size, device.type)
+    except FileNotFoundError:
+        if not brings_run or has_tokenizer(settings):
+            raise
+        raise FileNotFoundError(
+            "tokenizer: none is here, and a launch would fetch the run's own from its mirror; start it "
+            "without the rest of this check, and train no other tokenizer"
+        ) from None
     ok(f"tokenizer {tokenizer.fingerprint}, {tokenizer.get_vocab_size():,} tokens")
     start, refused = inspect(settings, device, args.named)
     model = build_model(start.settings)
@@ -171,13 +180,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0 if is_good and not refused else EXIT_FAILED
 
 
-def check_launch(settings: Settings) -> None:
-    """Check what a launch needs besides its run: time, and the place of its mirror. ValueError or
-    OSError if it would be refused."""
+def check_launch(settings: Settings) -> bool:
+    """Check what a launch needs besides its run: time, and the place of its mirror. Returns whether
+    it would fetch the run from there. ValueError or OSError if it would be refused."""
     reserve_s = settings.walltime_reserve_seconds
     deadline(settings.max_runtime_seconds, {}, time.monotonic(), reserve_s=reserve_s)
-    if settings.mirror_to is not None:
-        print(f"note: {open_door(MIRROR).preview(settings, run_path(settings.tag))}")
+    if settings.mirror_to is None:
+        return False
+    note, brings_run = open_door(MIRROR).preview(settings, run_path(settings.tag))
+    print(f"note: {note}")
+    return brings_run
+
+
+def has_tokenizer(settings: Settings) -> bool:
+    """Whether the settings name a tokenizer, or one is beside the data."""
+    data_path = settings.data_path and os.path.expanduser(as_path(settings.data_path))
+    return settings.tokenizer is not None or (default_tokenizer(data_path) / JSON_FILE).is_file()
 
 
 def inspect(settings: Settings, device: torch.device, named: Sequence[str]) -> tuple[Start, bool]:

@@ -523,11 +523,11 @@ def is_receipt(path: AnyPath) -> bool:
 # ---- the command --------------------------------------------------------------------------------
 
 
-def check_flags(path: AnyPath, args: argparse.Namespace) -> None:
-    """ValueError for a flag that has no effect on this path."""
-    if not is_receipt(path):
+def check_flags(paths: Sequence[AnyPath], args: argparse.Namespace) -> None:
+    """ValueError for a flag that has no effect on any of the paths."""
+    if not any(is_receipt(path) for path in paths):
         idle = ["replay", "steps", "data_path", "run", "processes"]
-        why = f"needs a receipt, which {path} is not; python -m scripts.receipt RUN writes one"
+        why = "needs a receipt among the paths; python -m scripts.receipt RUN writes one"
     elif args.replay is None:
         idle = ["run", "processes"]
         why = "has no effect without --replay; the data of a receipt is named with --data-path"
@@ -539,14 +539,18 @@ def check_flags(path: AnyPath, args: argparse.Namespace) -> None:
             raise ValueError(f"--{name.replace('_', '-')}: {why}")
 
 
+def locate(path: AnyPath) -> AnyPath:
+    """A path that exists, or the run that it names. FileNotFoundError if there is neither."""
+    if path.exists():
+        return path
+    if isinstance(path, Remote) or len(path.parts) != 1:
+        raise FileNotFoundError(f"{path}: no such file or folder; name what to verify")
+    return find_run(path)
+
+
 def find_all(path: AnyPath, args: argparse.Namespace) -> list[Check]:
-    """The checks of everything that can be verified at or below a path, or in the run that it
-    names. FileNotFoundError or ValueError if there is nothing to verify."""
-    if not path.exists():
-        if isinstance(path, Remote) or len(path.parts) != 1:
-            raise FileNotFoundError(f"{path}: no such file or folder; name what to verify")
-        path = find_run(path)
-    check_flags(path, args)
+    """The checks of everything that can be verified at or below a path. ValueError if there is
+    nothing to verify."""
     if is_receipt(path):
         what = check_weights if args.replay else check_receipt
         return [partial(what, local_copy(path), args)]
@@ -743,8 +747,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             yield Problem(e)
 
     with tqdm(unit="B", unit_scale=True, desc="verified", disable=None) as bar:
+        paths = [locate(path) for path in args.paths]
+        check_flags(paths, args)
         checks: list[Check] = []
-        for path in args.paths:
+        for path in paths:
             checks += find_all(path, args)
         for check in checks:
             for line in run(check, bar):

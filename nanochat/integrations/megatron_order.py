@@ -138,7 +138,7 @@ class MegatronOrder:
     """Megatron's order as a run's settings describe it; a `nanochat.run_order.RunOrder`."""
 
     settings = MegatronSettings
-    feeds_lanes = can_grow = has_plan = False
+    feeds_lanes = has_plan = False
 
     def stream_config(self, settings: Settings) -> SampleConfig:
         """See `RunOrder.stream_config`."""

@@ -56,13 +56,12 @@ def test_only_matrices_whose_dimensions_fit_are_converted():
     )
 
 
-@pytest.mark.skipif(
-    torch.cpu._is_amx_tile_supported(),
-    reason="on a CPU with AMX, products of bfloat16 round differently: losses differ by up to 0.3",
-)
 def test_fifty_steps_learn_like_bfloat16():
-    training.succeed(**FLAGS, model_tag="bfloat16")
-    training.succeed(**FLAGS, fp8=True, model_tag="fp8")
+    """The scalars stay as they are: in one layer, rounding alone decides where the backout walks, and
+    all losses follow it (see test_backout_needs_three_layers)."""
+    flags = {**FLAGS, "scalar_lr": 0.0}
+    training.succeed(**flags, model_tag="bfloat16")
+    training.succeed(**flags, fp8=True, model_tag="fp8")
     wide, narrow = training.losses("bfloat16"), training.losses("fp8")
     assert wide[0] - wide[-1] > 0.5, "50 steps learn something"
     assert wide != narrow and max(abs(a - b) for a, b in zip(wide, narrow, strict=True)) < 0.1

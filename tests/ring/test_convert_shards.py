@@ -193,6 +193,15 @@ def test_another_end_of_document_id_than_the_manifests_is_refused(sets, tmp_path
         convert(sets["windows"], tmp_path / "out", "megatron", "--eod=7")
 
 
+@pytest.mark.parametrize("eod", [5, 77])
+def test_an_id_that_ends_no_document_of_gpts_is_refused(tmp_path, eod):
+    """Regression: all documents became one, without a word."""
+    write_pair(tmp_path / "in" / "a", [[5, 1, 2, E], [5, 3, E]])
+    with pytest.raises(ValueError, match=rf"--eod: got {eod}, but .*a.bin ends with {E}"):
+        convert(tmp_path / "in", tmp_path / "out", "megatron", f"--eod={eod}")
+    assert not list((tmp_path / "out").rglob("*.bin"))
+
+
 # ---- nanoGPT's and llm.c's files -----------------------------------------------------------------
 
 

@@ -167,6 +167,18 @@ def test_a_run_cannot_be_made_longer(workplace):
     assert (run_dir() / ".owner.json").read_bytes() == owner
 
 
+def test_a_fork_that_ended_before_its_samples_did_can_be_extended(workplace):
+    """Regression: it was said to be possible only for a new run."""
+    fork = {**workplace, "fork_from": "whole@4", "model_tag": "child"}
+    succeed(**{**fork, "num_iterations": 7})
+    over = succeed(**{**fork, "num_iterations": 7}).out
+    assert "nothing to do" in over and "raise --num-iterations" in over
+    succeed(**fork)
+    assert digests("child", 4) == digests("whole")[4:]
+    over = succeed(**fork).out
+    assert "nothing to do" in over and "--num-iterations" not in over
+
+
 def test_a_run_may_be_shorter_and_validate_on_other_files(workplace):
     flags = {
         **workplace,

@@ -601,6 +601,45 @@ def test_validate_says_what_the_mirror_holds_and_changes_nothing(machine, place)
         assert "does not exist; mount its disk" in validated(num_iterations=2, mirror_to=lost)
 
 
+def test_validate_accepts_what_would_replace_a_run_without_a_checkpoint(machine, place):
+    """Regression: the settings of the run that --resume=scratch replaces were compared."""
+    with machine("a"):
+        begin_only(place)
+    with machine("b"):
+        other = {"matrix_lr": 0.5, "mirror_to": place, "num_iterations": 2}
+        assert "training can start" in validated(**other, resume="scratch")
+        assert "--resume=scratch" in validated(**other)
+
+
+@pytest.mark.parametrize("steps", [0, 2])
+def test_without_a_tokenizer_validate_says_that_a_launch_fetches_the_runs(machine, place, steps):
+    """Regression: it advised to train another one, which the launch then refused."""
+    same = {"mirror_to": place, "num_iterations": 2}
+    with machine("a"):
+        if steps:
+            training.succeed(**same)
+        else:
+            begin_only(place, num_iterations=2)
+    with machine("b"):
+        shutil.rmtree(training.run_dir().parents[1] / "tokenizer")
+        note, problem = validated(**same).split("ok: flags")
+        assert "launch would fetch" in note and "tokenizer" in note
+        assert "tok_train" not in problem and "launch would fetch" in problem
+        training.succeed(**same)
+
+
+def test_validate_promises_no_checkpoint_to_a_launch_that_names_one(machine, place):
+    with machine("a"):
+        begin_only(place)
+        shutil.copytree(training.run_dir(), place.parent / "begun")
+        training.succeed(mirror_to=place)
+        shutil.rmtree(training.run_dir())
+        shutil.copytree(place.parent / "begun", training.run_dir())
+        shown = validated(mirror_to=place, resume="run@1")
+        assert "it has step 8" in shown and "fetch and resume" not in shown
+        assert "fetch and resume" in validated(mirror_to=place)
+
+
 @pytest.mark.parametrize(
     "changed, reason",
     [

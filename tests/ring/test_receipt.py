@@ -276,6 +276,14 @@ def test_verify_refuses_a_flag_that_it_would_not_use(origin, monkeypatch, path, 
     assert outcome.code == 1 and f"{name}: " in outcome.err and way in outcome.err, outcome
 
 
+def test_verify_checks_a_run_and_its_receipt_in_one_command(origin, monkeypatch):
+    """Regression: the run is no receipt, so the flags of the receipt were refused."""
+    monkeypatch.chdir(origin)
+    monkeypatch.setenv("NANOCHAT_BASE_DIR", str(origin))
+    outcome = command(verify.main, "run", "r.json", "--data-path=copy/elsewhere", "--steps=0")
+    assert outcome.code == 0 and "row losses" in outcome.out and "r.json" in outcome.out, outcome
+
+
 def test_other_digests_settings_and_files_outside_the_data_are_refused(work):
     value = read_json(work / "r.json")
     marks = {**value["marks"], "8": {**value["marks"]["8"], "digest": "0" * 16}}

@@ -254,6 +254,18 @@ def test_seeds_that_other_model_code_trained_are_not_pooled(warm_processes, capf
     assert 0 < out.index("other model code than p's: nanochat/gpt.py") < out.index("mean differ")
 
 
+def test_finished_seeds_are_shown_again_whatever_code_is_on_disk_now(warm_processes, capfd):
+    """Regression: with edited code, the table of finished seeds could not be printed again."""
+    base, _ = command(capfd, "--name=p", "--seeds=2")
+    change, _ = command(capfd, "--name=v", "--against=p", matrix_lr=0.1)
+    for run in list_runs():
+        of_other_code(training.run_dir(run))
+    assert command(capfd, "--name=p", "--seeds=2")[0] == base
+    assert command(capfd, "--name=v", "--against=p", matrix_lr=0.1)[0] == change
+    for words in (["--seeds=3"], ["--seeds=2", "--rerun"]):
+        assert "nanochat/gpt.py: this is other" in refused("--name=p", *words)
+
+
 def test_code_that_is_edited_while_seeds_train_ends_the_command(warm_processes, monkeypatch):
     launch = subprocess.run
 

@@ -345,6 +345,16 @@ def test_a_run_that_failed_after_its_last_save_says_what_is_saved(base, capsys):
         assert re.search(rf"step +30/30 \({re.escape(words)}\n", capsys.readouterr().out)
 
 
+@pytest.mark.parametrize(
+    "state, step, is_lost", [("failed", 22, True), ("failed", 0, False), ("running", 22, False)]
+)
+def test_a_run_that_ended_before_its_first_save_says_so(base, capsys, state, step, is_lost):
+    """Regression: "22/3,000", as if a resume began there."""
+    fake_run(base, "a", state, step=step, num_iterations=3000)
+    status.main(["a"])
+    assert ("nothing saved" in capsys.readouterr().out) == is_lost
+
+
 def test_the_tokens_of_a_fork_are_those_of_its_ancestors_and_its_own(base, capsys):
     fake_run(base, "a", "completed", tokens=5000)
     as_fork(fake_run(base, "b", "completed", tokens=5000), "a", 20, tokens=2000)

@@ -145,6 +145,14 @@ def test_a_missing_parent_is_not_made(tmp_path):
     assert not (tmp_path / "disk").exists()
 
 
+@pytest.mark.parametrize("make", [True, False])
+def test_a_file_is_refused(tmp_path, make):
+    """Regression: "[Errno 20] Not a directory", from scripts.validate."""
+    (tmp_path / "mirror").touch()
+    with pytest.raises(ValueError, match="it is a file; name a folder"):
+        open_store(str(tmp_path / "mirror"), make=make)
+
+
 def test_a_place_among_the_runs_is_refused(base_dir):
     with pytest.raises(ValueError, match="expected a place outside"):
         check_place(str(base_dir / "runs" / "run"))

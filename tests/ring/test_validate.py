@@ -437,7 +437,7 @@ def test_books_that_would_train_on_their_title_pages_are_refused_with_the_flag_t
 
 
 def test_a_run_of_less_than_a_pass_is_warned_and_starts(books):
-    """Regression: a step, to see whether a job works, were refused."""
+    """Regression: a step, to see whether a job works, was refused."""
     texts = [" ".join(training.texts(8, seed=s)) for s in range(40)]
     training.write_shard(books / "0.parquet", texts)
     code, out, _ = checked(**given(books, **BOOKS, data_path=books) | {"num_iterations": 1})

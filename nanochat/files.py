@@ -498,6 +498,7 @@ def _list_folder(path: AnyPath, data_format: str, suffixes: Sequence[str]) -> Li
         if problem := unfinished(path, shown):
             raise ValueError(problem)
         _check_pairs([entry.path for entry in files])
+        _check_listed(path, [entry.path for entry in entries])
     if not found:
         formats = [
             name
@@ -627,6 +628,33 @@ def _check_pairs(files: Sequence[AnyPath]) -> None:
                 f"{idx.with_suffix('.bin')}: missing, but {idx.name} needs it; restore it, or "
                 f"delete {idx.name} and rerun scripts.tok_shards"
             )
+
+
+def _check_listed(folder: AnyPath, files: Sequence[AnyPath]) -> None:
+    """FileNotFoundError for pairs that a manifest.json lists and that are not there, say after half
+    a copy: their data would silently be missing."""
+    known = set(files)
+    missing = [
+        file
+        for manifest in files
+        if manifest.name == MANIFEST_NAME
+        for file in _listed_pairs(manifest)
+        if file not in known
+    ]
+    if missing:
+        raise FileNotFoundError(
+            f"{folder}: missing of the files that {MANIFEST_NAME} lists: {few(missing, folder)}; copy the rest, give "
+            f"the command of scripts.tok_shards again, or name the token files to use, separated by commas"
+        )
+
+
+def _listed_pairs(manifest: AnyPath) -> list[AnyPath]:
+    """The .bin files that a manifest.json lists; none if it is of another program."""
+    try:
+        shards = read_json(local_copy(manifest), {"shards": dict})["shards"]
+    except ValueError:
+        return []
+    return [manifest.parent / f"{name}.bin" for name in shards]
 
 
 def _warn_of_copies(folder: AnyPath, files: Sequence[AnyPath]) -> None:

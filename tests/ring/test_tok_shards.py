@@ -14,7 +14,7 @@ import pytest
 
 from nanochat import common
 from nanochat.common import hash_file
-from nanochat.files import data_at
+from nanochat.files import data_at, find_files
 from nanochat.integrations.megatron_order import find_pairs
 from nanochat.pretokenize import Pretokenizer
 from nanochat.splits import pin_files
@@ -327,6 +327,20 @@ def test_training_and_verify_refuse_what_it_has_not_finished(
     assert f"missing in {words}; run the same command again" in error
     assert run(raw, out, tokenizer) == 0
     assert refusal(out) == ""
+
+
+def test_half_a_copy_is_refused_and_made_whole_by_the_same_command(raw, tmp_path, tokenizer):
+    """Regression: a run trained on what was there, without a word."""
+    out = tmp_path / "out"
+    assert run(raw, out, tokenizer) == 0
+    lost = sorted(out.rglob("*.bin"))[0]
+    for suffix in (".bin", ".idx"):
+        lost.with_suffix(suffix).unlink()
+    with pytest.raises(FileNotFoundError, match="missing of the files that") as error:
+        find_files(out, "shards")
+    assert str(lost.relative_to(out)) in str(error.value)
+    assert run(raw, out, tokenizer) == 0
+    assert lost in find_files(out, "shards")
 
 
 def test_unfinished_pairs_of_megatrons_format_are_refused(raw, tmp_path, tokenizer):

@@ -334,10 +334,10 @@ class Parser(argparse.ArgumentParser):
             return [name] if name in self._option_string_actions else []
         if isinstance(value, list) and action.nargs is not None:
             return [name, *map(str, value)]
-        if isinstance(value, list):
-            value = ",".join(map(str, value))
-        elif isinstance(value, dict):
+        if isinstance(value, dict) or (isinstance(value, list) and dict in map(type, value)):
             value = json.dumps(value)
+        elif isinstance(value, list):
+            value = ",".join(map(str, value))
         return [f"{name}={value}"]
 
     def known(self, name: str) -> argparse.Action:

@@ -447,8 +447,8 @@ class Settings(
         values = {f.name: flags[f.name] for f in fields(cls) if f.name in flags}
         path = flags["curriculum"]
         if path is not None:
-            inline = path.startswith("{")  # from a file of flags
-            mix = load(parse_json(path, "--curriculum", dict) if inline else path)
+            inline = path.startswith(("{", "["))  # from a file of flags
+            mix = load(parse_json(path, "--curriculum") if inline else path)
             values["curriculum"] = replace(mix, allow_bucket_exhaustion=False).to_json()
             values["allow_bucket_exhaustion"] |= mix.allow_bucket_exhaustion
         return values

@@ -319,11 +319,13 @@ class Curriculum:
 # ---- the file ------------------------------------------------------------------------------------
 
 
-def load(path: Path | str | dict) -> Curriculum:
-    """Read a curriculum file, or accept a dict that came from a --config file.
+def load(path: Path | str | dict | list) -> Curriculum:
+    """Read a curriculum file, or accept its contents, or its list of phases, from a --config file.
 
     FileNotFoundError and ValueError name the file, the value found and the values expected.
     """
+    if isinstance(path, list):
+        path = {"curriculum": path}
     if isinstance(path, dict):
         list_name = "phases" if "phases" in path else "curriculum"
         return Curriculum.from_json(path, list_name=list_name)
@@ -331,7 +333,7 @@ def load(path: Path | str | dict) -> Curriculum:
     try:
         return Curriculum.from_json(read_yaml(path), what="the file", list_name="curriculum")
     except FileNotFoundError:
-        raise FileNotFoundError(f"{path}: no such curriculum file") from None
+        raise FileNotFoundError(f"{path.absolute()}: no such curriculum file") from None
     except ValueError as e:
         raise ValueError(f"{path}: {e}") from None
 

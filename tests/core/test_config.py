@@ -433,6 +433,16 @@ def test_an_older_run_whose_length_may_differ_from_its_curriculum_says_so_in_it(
     assert parse(f"--config={tmp_path / 'config.json'}").mix.allow_budget_mismatch
 
 
+def test_a_file_of_flags_may_hold_a_curriculum_as_its_file_would(tmp_path):
+    """Regression: "not valid JSON", about a list of phases in YAML."""
+    phase = "- {mix: {books: 7, code: 3}}"
+    (tmp_path / "mix.yaml").write_text(f"curriculum:\n{phase}\n")
+    (tmp_path / "flags.yaml").write_text(f"num-iterations: 9\ncurriculum:\n{phase}\n")
+    from_file = parse(f"--curriculum={tmp_path / 'mix.yaml'}", "--num-iterations=9")
+    assert from_file.mix is not None
+    assert parse(f"--config={tmp_path / 'flags.yaml'}") == from_file
+
+
 @pytest.mark.parametrize(
     "flag, advice",
     [

@@ -594,12 +594,21 @@ def hash_file(path: Path | str) -> str:
 
 def get_dist_info() -> tuple[bool, int, int, int]:
     """(whether torchrun started this process, rank, local rank, world size), from torchrun's
-    environment."""
+    environment. ValueError if that is not as torchrun makes it."""
     if "RANK" not in os.environ:
         return False, 0, 0, 1
-    rank, local_rank, world_size = (
-        int(os.environ[k]) for k in ("RANK", "LOCAL_RANK", "WORLD_SIZE")
-    )
+    found = {name: os.environ.get(name) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
+    try:
+        rank, local_rank, world_size = (int(value or "") for value in found.values())
+        is_good = 0 <= rank < world_size
+    except ValueError:
+        is_good = False
+    if not is_good:
+        listed = ", ".join(f"{name}={value or 'unset'}" for name, value in found.items())
+        raise ValueError(
+            f"{listed}: not the environment of one of several processes; start them with torchrun, or "
+            f"unset RANK for a single one"
+        )
     return True, rank, local_rank, world_size
 
 

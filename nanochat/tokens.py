@@ -406,9 +406,13 @@ class TokenFile:
         if unsigned.max(initial=0) >= self.vocab_size:
             at = int(np.argmax(unsigned >= self.vocab_size))
             number = first + int(np.searchsorted(edges, at, side="right")) - 1
+            # only a manifest shows that no other tokenizer made the file
+            remedy = (
+                f"name the tokenizer that made the file with --tokenizer; if it is damaged, {REDO}"
+            )
             raise ValueError(
                 f"{self.path}: {kind} {number:,} holds the id {ids[at]:,}, outside the vocabulary of "
-                f"{self.vocab_size:,}; {VERIFY}"
+                f"{self.vocab_size:,}; {VERIFY if self.manifest else remedy}"
             )
 
     def read(self, first: int, last: int) -> list[np.ndarray]:

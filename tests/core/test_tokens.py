@@ -239,7 +239,7 @@ def test_ids_outside_the_vocabulary_are_named(tmp_path):
         assert len(pair.read(0, 5)) == 5
         with pytest.raises(
             ValueError,
-            match=rf"a\.bin: entry 5 holds the id {bad:,}, outside the vocabulary of 300",
+            match=rf"a\.bin: entry 5 holds the id {bad:,}, outside the vocabulary of 300.*--tokenizer",
         ):
             pair.read(3, 9)
     write_pair(tmp_path / "b", [[1, E]])
@@ -427,6 +427,18 @@ def test_a_source_is_sized_as_when_its_files_were_pinned(tmp_path):
     after = scan(tmp_path, [tmp_path / "a.bin"])
     sized = [open_source(pinned, Tokenizer()).is_sized_by_text(0) for pinned in (before, after)]
     assert sized == [False, True]
+
+
+@pytest.mark.parametrize("last, warnings", [(E, 0), (7, 1)])
+def test_files_that_end_with_another_id_than_the_runs_are_warned_of(
+    tmp_path, caplog, last, warnings
+):
+    """Regression: a run on files of another tokenizer, without a manifest, said nothing."""
+    path = write_pair(tmp_path / "a", [[1, 2, last]] * 3) and tmp_path / "a.bin"
+    for _ in range(2):  # one for training, one for validation
+        open_source(scan(tmp_path, [path]), Tokenizer(E + 1))
+    named = [record for record in caplog.messages if "a.bin" in record and "--tokenizer" in record]
+    assert len(named) == warnings
 
 
 def test_a_bin_without_an_index_names_the_conversion_of_nanogpts_files(tmp_path):

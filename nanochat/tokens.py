@@ -143,13 +143,11 @@ def _size(path: AnyPath) -> int:
         plain = ""
         other = path.with_suffix(".idx").name
         if path.suffix == ".idx":
-            plain = (
-                "; or, for nanoGPT's or llm.c's files, which have none, run scripts.convert_shards"
-            )
             other = path.with_suffix(".bin").name
+            plain = f"if {other} is nanoGPT's or llm.c's, run scripts.convert_shards; else "
         raise FileNotFoundError(
-            f"{path}: the file is missing; restore it, or delete {other} and rerun "
-            f"scripts.tok_shards, or start a new run (--model-tag){plain}"
+            f"{path}: the file is missing; {plain}restore it, or delete {other} and rerun "
+            f"scripts.tok_shards, or start a new run (--model-tag)"
         ) from None
 
 

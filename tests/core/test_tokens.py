@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanochat.common import read_json, write_json
+from nanochat.files import find_files
 from nanochat.pretokenize import MegatronWriter, ShardWriter
 from nanochat.sources import open_source, scan
 from nanochat.tokens import MappedReader, TokenFile, open_tokens, read_manifest
@@ -442,9 +443,10 @@ def test_files_that_end_with_another_id_than_the_runs_are_warned_of(
 
 
 def test_a_bin_without_an_index_names_the_conversion_of_nanogpts_files(tmp_path):
+    """Regressions: after the advice to delete it, and after that to read it as it is."""
     (tmp_path / "train.bin").write_bytes(b"\1\0")
-    with pytest.raises(
-        FileNotFoundError,
-        match=r"train\.idx: .* nanoGPT's or llm\.c's .*run scripts\.convert_shards$",
-    ):
+    with pytest.raises(FileNotFoundError, match=r"train\.idx: .*llm\.c's.*convert_shards.* delete"):
         open_tokens(tmp_path / "train.bin")
+    with pytest.raises(FileNotFoundError, match=r"llm\.c's \.bin files") as e:
+        find_files(tmp_path)
+    assert "scripts.convert_shards" in str(e.value) and "--data-format" not in str(e.value)

@@ -303,12 +303,23 @@ def is_remote(path: str | os.PathLike[str]) -> bool:
 
 
 def as_path(path: str | os.PathLike[str]) -> AnyPath:
-    """A data path. ValueError for a URL that may hold credentials; the error does not show them."""
+    """A data path. ValueError for a URL of another kind than those in STORAGE, or one that may hold
+    credentials; the error does not show them."""
     refuse_secrets(os.fspath(path))
     storage = storage_of(path)
     if not storage:
-        return Path(path)
+        return _on_this_machine(path)
     return open_door(STORAGE[storage])(os.fspath(path))
+
+
+def _on_this_machine(path: str | os.PathLike[str]) -> Path:
+    """A local path. ValueError for a URL, which would become a folder named like file:"""
+    if re.match(r"[a-zA-Z][\w+.-]+:/", os.fspath(path)):
+        raise ValueError(
+            f"{os.fspath(path)}: not a kind of storage that is known; expected "
+            f"{', '.join(f'{kind}://' for kind in STORAGE)}, or a path on this machine, without file://"
+        )
+    return Path(path)
 
 
 def can_be_path(text: str) -> bool:
@@ -322,14 +333,14 @@ def can_be_path(text: str) -> bool:
 
 def as_local_path(path: str | os.PathLike[str], what: str) -> Path:
     """A local path. For a path in object storage, a ValueError that begins with `what` and shows no
-    secret."""
+    secret; also for a URL of an unknown kind."""
     refuse_secrets(os.fspath(path))
     if is_remote(path):
         raise ValueError(
             f"{what} {as_path(path)}: expected a local folder; download the data first, or write "
             "to a local folder and upload it (docs/object_storage.md)"
         )
-    return Path(path)
+    return _on_this_machine(path)
 
 
 def local_copy(path: AnyPath, cache: Path | str | None = None) -> Path:
@@ -594,12 +605,21 @@ def hash_file(path: Path | str) -> str:
 
 def get_dist_info() -> tuple[bool, int, int, int]:
     """(whether torchrun started this process, rank, local rank, world size), from torchrun's
-    environment."""
+    environment. ValueError if that is not as torchrun makes it."""
     if "RANK" not in os.environ:
         return False, 0, 0, 1
-    rank, local_rank, world_size = (
-        int(os.environ[k]) for k in ("RANK", "LOCAL_RANK", "WORLD_SIZE")
-    )
+    found = {name: os.environ.get(name) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
+    try:
+        rank, local_rank, world_size = (int(value or "") for value in found.values())
+        is_good = 0 <= rank < world_size
+    except ValueError:
+        is_good = False
+    if not is_good:
+        listed = ", ".join(f"{name}={value or 'unset'}" for name, value in found.items())
+        raise ValueError(
+            f"{listed}: not the environment of one of several processes; start them with torchrun, or "
+            f"unset RANK for a single one"
+        )
     return True, rank, local_rank, world_size
 
 

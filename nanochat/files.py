@@ -508,6 +508,10 @@ def _list_folder(path: AnyPath, data_format: str, suffixes: Sequence[str]) -> Li
         hint = "check --data-path"
         if formats:
             hint = f"it has files for --data-format {' or '.join(formats)}"
+        if data_format == "text" and formats and not any(f.path.suffix == ".idx" for f in files):
+            hint = (
+                "scripts.convert_shards reads nanoGPT's or llm.c's .bin files, which have no .idx"
+            )
         if data_format != "text" and has_tokenizer:
             hint = (
                 "if scripts.tok_shards was to write it, it has not finished: give its command again"

@@ -221,14 +221,13 @@ def rate_jump(
 
 def _check_halt(settings: Settings, parent: Parent, changes: Mapping[str, Any]) -> None:
     """ValueError if the parent halted, and these changes do not lift that."""
-    checkpoint = parent.checkpoint
-    seal = checkpoint.seal
+    seal = parent.checkpoint.seal
     lifts = {"data_path", "allow_bucket_exhaustion", *OF_ROWS} & changes.keys()
     if seal.get("status") == "halted" and not lifts:
+        others = "" if seal.get("all_dry") else ", or add --allow-bucket-exhaustion"
         raise ValueError(
-            f"--fork-from={settings.fork_from}: {parent.run_dir.name} halted at step "
-            f"{checkpoint.step}: {seal['halted']}; a fork that reads the same data halts there, too. "
-            f"Change --curriculum or --data-path, add --allow-bucket-exhaustion, or name an earlier step"
+            f"--fork-from={settings.fork_from}: {parent.run_dir.name} halted: {seal['halted']}; a fork "
+            f"that reads the same data halts there, too. Change --curriculum or --data-path{others}"
         )
 
 

@@ -741,7 +741,8 @@ class RunReader:
             but = ""
             with contextlib.suppress(OSError, ValueError):
                 but = but_resume(config_at(self.run_dir, math.inf))
-            remedy = self.damaged_tokens() or f"the same command{but} resumes the run"
+            goes_on = "starts the run again" if status["saved_step"] is None else "resumes the run"
+            remedy = self.damaged_tokens() or f"the same command{but} {goes_on}"
             status |= logged_progress(self.run_dir)  # the last state may be older than the log
             status |= {
                 "shown": "dead",

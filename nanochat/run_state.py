@@ -50,10 +50,15 @@ def identify() -> dict[str, Any]:
     return {"host": socket.gethostname(), "pid": os.getpid(), "start": process_start(os.getpid())}
 
 
+def under_torchrun() -> bool:
+    """Whether torchrun started this process."""
+    return "TORCHELASTIC_RUN_ID" in os.environ
+
+
 def launcher_pid() -> int:
     """The process that started this launch: torchrun, which may start its processes several times,
     or this one."""
-    return os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else os.getpid()
+    return os.getppid() if under_torchrun() else os.getpid()
 
 
 def identify_launcher() -> str:

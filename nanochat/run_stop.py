@@ -36,7 +36,7 @@ from typing import Any, NamedTuple
 from nanochat.common import duration, parse_json, write_bytes
 from nanochat.run_dir import open_regular
 from nanochat.run_owner import last_owner
-from nanochat.run_state import identify_launcher, launcher_pid, process_start
+from nanochat.run_state import identify_launcher, launcher_pid, process_start, under_torchrun
 
 log = logging.getLogger(__name__)
 
@@ -199,7 +199,8 @@ class StopWatch:
         """The handler: no locks, no buffered output, no exception."""
         if not self._signals and os.environ.get("RANK", "0") == "0":  # one rank reports it
             line = f"{signal.Signals(number).name}: stopping after the current step, if any, and saving"
-            if number == signal.SIGINT:
+            # torchrun, whose processes no terminal reaches, passes on the first Ctrl-C alone
+            if number == signal.SIGINT and not under_torchrun():
                 line += "; to exit without saving, press Ctrl-C again after one second"
             write_stderr(f"\n{line}\n")
         self._signals.append(number)

@@ -3,16 +3,30 @@ The source of token files: pairs of .bin and .idx, in either format (nanochat/to
 """
 
 import functools
-from typing import Any, NamedTuple
+import logging
+from typing import NamedTuple
 
 import numpy as np
 
-from nanochat.common import AnyPath, hash_json
+from nanochat.common import AnyPath, get_dist_info, hash_json
 from nanochat.pins import Manifest, Pin
 from nanochat.rows import Document
 from nanochat.sources import Source
 from nanochat.tokenizer import Tokenizer
 from nanochat.tokens import GROUP_ENTRIES, TokenFile, open_tokens
+
+log = logging.getLogger(__name__)
+
+
+@functools.cache
+def _warn_of_end(path: AnyPath, eod: int) -> None:
+    """Warn, once per process, that a file may be another tokenizer's."""
+    log.warning(
+        "%s: its last document does not end with the id %d, the end of documents in this run; if "
+        "another tokenizer made the file, name that one with --tokenizer",
+        path,
+        eod,
+    )
 
 
 class Runs(NamedTuple):
@@ -44,7 +58,7 @@ class TokenSource(Source):
         self._pair = functools.cache(self._open)
         first_in_folder = {path.parent: number for number, path in enumerate(self.paths)}
         for folder, number in first_in_folder.items():
-            self._check_tokenizer(folder, self._pair(number).manifest)
+            self._check_tokenizer(folder, self._pair(number))
 
     def _limit_to(self, first: int, end: int) -> None:
         """Read only documents first .. end - 1 of the only pair."""
@@ -56,11 +70,16 @@ class TokenSource(Source):
         self._first_group = np.array([0, len(self.groups)])
         self.fingerprint = hash_json([self.fingerprint, first, end])
 
-    def _check_tokenizer(self, folder: AnyPath, of_folder: dict[str, Any] | None) -> None:
-        """ValueError if the manifest.json of a folder says that another tokenizer made its files."""
-        if of_folder is None:
+    def _check_tokenizer(self, folder: AnyPath, first: TokenFile) -> None:
+        """ValueError if the manifest.json of a folder says that another tokenizer made its files. If it
+        has none, a warning if its first file does not end as the run's tokenizer ends documents."""
+        if first.manifest is None:
+            last = len(first) - 1
+            is_rank0 = get_dist_info()[1] == 0
+            if is_rank0 and not first.ends_document(last, last + 1, self.bos)[0]:
+                _warn_of_end(first.path, self.bos)
             return
-        theirs = of_folder["tokenizer"]["fingerprint"]
+        theirs = first.manifest["tokenizer"]["fingerprint"]
         if theirs != self.tokenizer.fingerprint:
             raise ValueError(
                 f"{folder}: tokenizer {theirs} made its shards, but this run has "

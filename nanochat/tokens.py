@@ -143,13 +143,11 @@ def _size(path: AnyPath) -> int:
         plain = ""
         other = path.with_suffix(".idx").name
         if path.suffix == ".idx":
-            plain = (
-                "; or, for nanoGPT's or llm.c's files, which have none, run scripts.convert_shards"
-            )
             other = path.with_suffix(".bin").name
+            plain = f"if {other} is nanoGPT's or llm.c's, run scripts.convert_shards; else "
         raise FileNotFoundError(
-            f"{path}: the file is missing; restore it, or delete {other} and rerun "
-            f"scripts.tok_shards, or start a new run (--model-tag){plain}"
+            f"{path}: the file is missing; {plain}restore it, or delete {other} and rerun "
+            f"scripts.tok_shards, or start a new run (--model-tag)"
         ) from None
 
 
@@ -406,9 +404,13 @@ class TokenFile:
         if unsigned.max(initial=0) >= self.vocab_size:
             at = int(np.argmax(unsigned >= self.vocab_size))
             number = first + int(np.searchsorted(edges, at, side="right")) - 1
+            # only a manifest shows that no other tokenizer made the file
+            remedy = (
+                f"name the tokenizer that made the file with --tokenizer; if it is damaged, {REDO}"
+            )
             raise ValueError(
                 f"{self.path}: {kind} {number:,} holds the id {ids[at]:,}, outside the vocabulary of "
-                f"{self.vocab_size:,}; {VERIFY}"
+                f"{self.vocab_size:,}; {VERIFY if self.manifest else remedy}"
             )
 
     def read(self, first: int, last: int) -> list[np.ndarray]:

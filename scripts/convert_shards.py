@@ -266,6 +266,19 @@ def read_layout(path: Path, size: int) -> Layout:
                 f"{path}: its header names version {header[1:2].sum()} and {expected:,} bytes, but the "
                 f"file has {size:,}; expected version {version} and equal sizes: copy it again"
             )
+    elif len(header) == HEADER_INTS:
+        # the number of ids behind another header, in either order of bytes
+        counts = (int(header[2]), int(header[2:3].byteswap()[0]))
+        is_other = size - 4 * HEADER_INTS in [width * n for width in (2, 4) for n in counts if n]
+        # the lower and the upper halves of ids of four bytes
+        lower, upper = header.view("<u2").reshape(-1, 2).T
+        is_wide = upper.max() < 4 and lower.max() >= 256
+        if is_other or is_wide:
+            what = f"a header like llm.c's, with {header[0]}" if is_other else "ids of four bytes"
+            raise ValueError(
+                f"{path}: {what}; expected nanoGPT's ids of two bytes, or llm.c's header with "
+                f"{' or '.join(map(str, LLM_C))}, little-endian"
+            )
     if size == layout.begin or size % 2:
         raise ValueError(
             f"{path}: {size:,} bytes, expected ids of two bytes, or a file of llm.c; if it belongs to a "
@@ -303,9 +316,10 @@ def plain_documents(ids: np.ndarray, eod: int) -> Iterator[np.ndarray]:
 
 def convert_plain(
     files: Sequence[Path], folder: Path, out: Path, *, to: str, eod: int | None
-) -> None:
-    """Convert nanoGPT's or llm.c's files below `folder` to pairs below `out`. ValueError for
-    another kind of file."""
+) -> int:
+    """Convert nanoGPT's or llm.c's files below `folder` to pairs below `out`. Returns the number of
+    documents. ValueError for another kind of file."""
+    num_documents = 0
     splits = {file: split_of(file) for file in files}
     has_val = "val" in splits.values()
     for file in tqdm(files, unit=" files", disable=None):
@@ -316,6 +330,8 @@ def convert_plain(
         entries = plain_documents(ids, end)
         dtype = wide_or_narrow(to, ids.dtype)
         write(entries, target, to=to, vocab_size=UNKNOWN_VOCAB, dtype=dtype)
+        num_documents += len(TokenFile(target))
+    return num_documents
 
 
 def split_of(file: Path) -> str:
@@ -408,9 +424,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     check_apart(folder, out)
     target_format = TARGETS[args.to]
     if plain:
-        convert_plain(plain, folder, out, to=args.to, eod=args.eod)
+        num_documents = convert_plain(plain, folder, out, to=args.to, eod=args.eod)
         print(
-            f"{out}: {counted(len(plain), 'pair')} of --data-format {target_format}, from files without an index"
+            f"{out}: {counted(len(plain), 'pair')} of --data-format {target_format}, "
+            f"{counted(num_documents, 'document')}, from files without an index"
         )
         return 0
     [source_format] = {*TARGETS.values()} - {target_format}

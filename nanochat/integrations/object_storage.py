@@ -379,11 +379,13 @@ class Bucket:
     def _causes_of_the_path(self, failure: "Failure") -> "list[Cause]":
         """What may be wrong with the bucket, the key or the credentials."""
         no_credentials = re.search(r"169\.254\.169\.254|metadata\.google\.internal", failure.text)
+        service, _, _ = KEYS_HINT[self.scheme].partition("_")
         return [
             Cause(
                 no_credentials is not None,
                 PermissionError,
-                f"no credentials; set {KEYS_HINT[self.scheme]}, or AWS_SKIP_SIGNATURE=true for a public S3 bucket",
+                f"no credentials; set {KEYS_HINT[self.scheme]}, or {service}_SKIP_SIGNATURE=true for a "
+                f"public bucket",
             ),
             Cause(
                 failure.code == "NoSuchBucket",

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanochat.common import read_json, write_json
+from nanochat.files import find_files
 from nanochat.pretokenize import MegatronWriter, ShardWriter
 from nanochat.sources import open_source, scan
 from nanochat.tokens import MappedReader, TokenFile, open_tokens, read_manifest
@@ -239,7 +240,7 @@ def test_ids_outside_the_vocabulary_are_named(tmp_path):
         assert len(pair.read(0, 5)) == 5
         with pytest.raises(
             ValueError,
-            match=rf"a\.bin: entry 5 holds the id {bad:,}, outside the vocabulary of 300",
+            match=rf"a\.bin: entry 5 holds the id {bad:,}, outside the vocabulary of 300.*--tokenizer",
         ):
             pair.read(3, 9)
     write_pair(tmp_path / "b", [[1, E]])
@@ -429,10 +430,23 @@ def test_a_source_is_sized_as_when_its_files_were_pinned(tmp_path):
     assert sized == [False, True]
 
 
+@pytest.mark.parametrize("last, warnings", [(E, 0), (7, 1)])
+def test_files_that_end_with_another_id_than_the_runs_are_warned_of(
+    tmp_path, caplog, last, warnings
+):
+    """Regression: a run on files of another tokenizer, without a manifest, said nothing."""
+    path = write_pair(tmp_path / "a", [[1, 2, last]] * 3) and tmp_path / "a.bin"
+    for _ in range(2):  # one for training, one for validation
+        open_source(scan(tmp_path, [path]), Tokenizer(E + 1))
+    named = [record for record in caplog.messages if "a.bin" in record and "--tokenizer" in record]
+    assert len(named) == warnings
+
+
 def test_a_bin_without_an_index_names_the_conversion_of_nanogpts_files(tmp_path):
+    """Regressions: after the advice to delete it, and after that to read it as it is."""
     (tmp_path / "train.bin").write_bytes(b"\1\0")
-    with pytest.raises(
-        FileNotFoundError,
-        match=r"train\.idx: .* nanoGPT's or llm\.c's .*run scripts\.convert_shards$",
-    ):
+    with pytest.raises(FileNotFoundError, match=r"train\.idx: .*llm\.c's.*convert_shards.* delete"):
         open_tokens(tmp_path / "train.bin")
+    with pytest.raises(FileNotFoundError, match=r"llm\.c's \.bin files") as e:
+        find_files(tmp_path)
+    assert "scripts.convert_shards" in str(e.value) and "--data-format" not in str(e.value)

@@ -241,7 +241,7 @@ SHARDS = [
     (
         PAIRS,
         {"shards/train/data/shard_0.idx": GONE},
-        ("shard_0.idx: the file is missing; restore it", "rerun scripts.tok_shards"),
+        ("shard_0.idx: the file is missing", "restore it", "rerun scripts.tok_shards"),
     ),
     ("verify shards", {"shards/train/data/shard_0.bin": CUT}, ()),
     ("verify shards --tokenizer=other", {"other": tokenizer}, ()),

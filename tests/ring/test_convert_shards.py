@@ -227,7 +227,8 @@ def test_nanogpts_files_become_documents_of_two_splits(tmp_path, capsys):
         "train/train.bin": [[1, 2, 7], [3, 7], [4, 7]],
         "val/val.bin": [[5, 7]],
     }
-    assert "2 pairs of --data-format shards" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "2 pairs of --data-format shards" in said and "4 documents" in said
     assert verify.main([str(tmp_path / "out"), "--vocab-size=8"]) == 0
     convert(tmp_path / "in" / "train.bin", tmp_path / "one", "megatron", "--eod=7")
     assert converted(tmp_path / "one") == {"train.bin": [[1, 2, 7], [3, 7], [4, 7]]}
@@ -293,6 +294,20 @@ def test_a_file_without_the_id_that_ends_documents_is_one_document(tmp_path):
             [],
             "expected version 1 and equal sizes: copy it again",
         ),
+        # regressions: headers and halves of ids became documents
+        (
+            [1, 2],
+            {"header": (20240999, 1, 2)},
+            ["--eod=7"],
+            "a header like llm.c's, with 20240999",
+        ),
+        (
+            [1, 2],
+            {"header": np.array([20240520, 1, 2], "<i4").byteswap().tolist(), "dtype": ">u2"},
+            ["--eod=7"],
+            "a header like llm.c's.*little-endian",
+        ),
+        ([50256, 70_000] * 200, {"dtype": "<u4"}, ["--eod=7"], "ids of four bytes"),
     ],
 )
 def test_a_file_that_is_neither_nanogpts_nor_llm_cs_is_refused(tmp_path, ids, how, flags, reason):

@@ -483,6 +483,15 @@ def test_no_such_object_no_such_bucket_and_no_credentials(store, monkeypatch):
     assert not store.proxy.seen
 
 
+@pytest.mark.parametrize("kind, service", [("s3", "AWS"), ("gs", "GOOGLE"), ("az", "AZURE")])
+def test_a_public_bucket_needs_the_variable_of_its_service(store, monkeypatch, kind, service):
+    """Regression: AWS_SKIP_SIGNATURE, which the others do not read."""
+    monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_NAME", "name")
+    bucket = object_storage.Bucket(kind, "bucket", 1.0, 1.0)
+    error = bucket.explain(RuntimeError("no answer from 169.254.169.254"), f"{kind}://bucket/a")
+    assert f"or {service}_SKIP_SIGNATURE=true" in str(error)
+
+
 def test_keys_that_might_hold_a_secret_are_skipped_with_one_warning(store, caplog):
     keys = ("mail/a@b.bin", "mail/a:b@c.bin", "mail/q%3Fx.bin")
     for key in keys:

@@ -456,6 +456,17 @@ def test_a_state_is_renewed_if_a_launch_elsewhere_was_newer(base, end, code):
     assert state["reason"] == "there" if end else "process is gone" in state["reason"]
 
 
+@pytest.mark.parametrize(
+    "saved, words", [(False, "starts the run again"), (True, "resumes the run")]
+)
+def test_a_dead_run_is_only_resumed_from_a_save(base, saved, words):
+    """Regression: "resumes the run", of one whose steps are lost."""
+    path = fake_run(base, "d1", "running", step=9, ranks=[{**identify(), "start": "1"}])
+    if saved:
+        (path / "checkpoints" / "checkpoint-5").mkdir(parents=True)
+    assert RunReader(path).status()["reason"].endswith(f"the same command {words}")
+
+
 def test_a_state_that_knows_more_than_the_log_of_its_launch_stays(base):
     path = fake_run(base, "d1", "failed", step=33, launch="a", reason="rank 1 hangs")
     write_log(path, started("a", 0), logged_step(32))

@@ -90,7 +90,7 @@ def megatron_folder(root):
 # Damage to a.bin or a.idx of the good folder, and the problems that must be reported, in addition
 # to the checksums.
 DAMAGE = {
-    "no idx": ("idx", lambda p: p.unlink(), ["a.idx: the file is missing; restore it"]),
+    "no idx": ("idx", lambda p: p.unlink(), ["a.idx: the file is missing; "]),
     "backwards": (
         "idx",
         lambda p: patch(p, FIRST_OFFSET + 8, b"\x08"),

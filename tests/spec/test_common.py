@@ -18,6 +18,7 @@ from nanochat.common import (
     duration,
     each,
     get_base_dir,
+    get_dist_info,
     public,
     read_json,
     reason_of,
@@ -205,3 +206,15 @@ def test_a_forked_process_that_is_killed_while_it_prints_does_not_silence_its_pa
         check=True,
     )
     assert done.stdout == "before\nalive\n"
+
+
+@pytest.mark.parametrize("changed", [{"LOCAL_RANK": None}, {"RANK": "2"}, {"WORLD_SIZE": "two"}])
+def test_an_environment_that_torchrun_does_not_make_is_one_sentence(changed, monkeypatch):
+    """Regressions: a KeyError, a wait of minutes for a process that never comes."""
+    for name, value in ({"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"} | changed).items():
+        monkeypatch.delenv(name, raising=False)
+        if value is not None:
+            monkeypatch.setenv(name, value)
+    [(name, value)] = changed.items()
+    with pytest.raises(ValueError, match=f"{name}={value or 'unset'}.* torchrun"):
+        get_dist_info()

@@ -36,6 +36,17 @@ def test_a_signal_is_reported_once_and_the_first_one_is_the_reason(number, capfd
     )
 
 
+@pytest.mark.parametrize("torchrun", [False, True])
+def test_a_second_ctrl_c_is_only_offered_where_one_arrives(torchrun, monkeypatch, capfd):
+    """Regression: torchrun starts its processes in sessions of their own and passes on one Ctrl-C."""
+    if torchrun:
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    with StopWatch():
+        os.kill(os.getpid(), signal.SIGINT)
+    err = capfd.readouterr().err
+    assert "stopping after the current step" in err and ("press Ctrl-C again" in err) != torchrun
+
+
 # ---- walltime and the flag file ------------------------------------------------------------------
 
 SLURM_END = "SLURM_JOB_END_TIME"

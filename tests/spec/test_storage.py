@@ -3,11 +3,12 @@ the methods of `Remote`, as here in thirty lines, and gives the documents of a f
 
 import io
 import os
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from nanochat.common import STORAGE, Remote, as_path, get_base_dir, hash_bytes
+from nanochat.common import STORAGE, Remote, as_local_path, as_path, get_base_dir, hash_bytes
 from nanochat.files import data_at, list_files
 from nanochat.pins import fingerprint
 from nanochat.sources import check, open_source, scan_files
@@ -131,6 +132,15 @@ def test_a_path_keeps_its_slashes_and_parts():
         ".parquet",
     )
     assert str(path.relative_to(as_path("kept://data"))) == "web/a.parquet"
+
+
+@pytest.mark.parametrize("kind", ["file", "memory", "gcs", "s3a"])
+def test_a_url_of_another_kind_is_not_taken_for_a_folder_here(kind):
+    """Regression: "no such data folder", and an output folder named like gcs:."""
+    for path in (f"{kind}://data/web", Path(f"{kind}://data/web")):
+        for read in (as_path, lambda path: as_local_path(path, "--output-dir")):
+            with pytest.raises(ValueError, match=rf"{kind}:/.*expected s3://.*without file://"):
+                read(path)
 
 
 def test_a_remote_path_has_no_method_that_would_look_on_this_machine():

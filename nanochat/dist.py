@@ -499,8 +499,8 @@ def check_all_equal(settings: Mapping[str, Any]) -> None:
         ]
         if differing:
             raise ValueError(
-                f"started differently: {'; '.join(differing)}; start all processes with the same flags, "
-                f"the same files under the same paths, and the same tokenizer"
+                f"started differently: {'; '.join(differing)}; start all processes with the same flags "
+                f"and environment, the same files under the same paths, and the same tokenizer"
             )
 
     on_all_ranks(compare)

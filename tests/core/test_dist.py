@@ -155,7 +155,7 @@ def start_differently(rank):
         (
             start_differently,
             "rank 2 on host {host}: started differently: data_path is '/other', on rank 0 it is '/data'; "
-            "extra is 1, on rank 0 it is None; start all processes with the same flags, the same files "
+            "extra is 1, on rank 0 it is None; start all processes with the same flags and environment, the same files "
             "under the same paths, and the same tokenizer",
         ),
     ],

@@ -45,6 +45,7 @@ MOST_CROPPED = 0.9  # a larger share is refused, unless --plan says otherwise
 MUCH_WITHOUT_LOSS = 0.3  # the same for the share of tokens in rows that are repeated
 MOST_WITHOUT_LOSS = 0.9
 MOST_NAMED = 8  # buckets of which a sentence says how often they are read
+OR_WARN = ", or train up to that step with --plan warn"
 LITTLE_USABLE = 0.5  # a smaller share of what a dry bucket has is usable: its lanes are too many
 
 
@@ -61,6 +62,7 @@ def rehearse(start: Starting, data: RunData) -> Plan:
     why = refusal(plan, start) or problem(plan, lanes, resumes=resumes)
     if why and start.settings.plan == "error":
         raise ValueError(why)
+    why = why.removesuffix(OR_WARN)  # as it does
     notes = [*warnings(plan, lanes), *repeats(plan, start, data)]
     likely = likely_problem(plan, lanes, resumes=resumes)
     for line in filter(None, [*notes, *close_calls(plan, start, data), why, likely]):
@@ -130,7 +132,7 @@ def print_passes(start: Starting, data: RunData) -> None:
     if why and settings.plan == "error" and _is_new(start):
         raise ValueError(why)
     tokens = round(sample.total(sample.lengths - 1 - sample.repeated))  # without BOS
-    shown = f"{passes:.2g}"
+    shown = two_digits(passes)
     repeating = _repeats("its data", start, bucket, source, passes)
     if repeating:
         often = f"{shown} times as many, some of them several times"
@@ -156,6 +158,11 @@ def print_passes(start: Starting, data: RunData) -> None:
         log.warning("%s", repeating)
 
 
+def two_digits(number: float) -> str:
+    """A number with two significant digits, without an exponent: 0.071, 1.7, 106."""
+    return f"{number:.2g}" if number < 10 else f"{number:,.0f}"
+
+
 def print_readings(readings: Mapping[str, Reading]) -> None:
     """Print what a run reads in an order without a plan."""
     sentence, notes = readings_text(readings)
@@ -172,7 +179,9 @@ def readings_text(readings: Mapping[str, Reading]) -> tuple[str, list[str]]:
         return "", []
     tokens = sum(reading.tokens for reading in readings.values())
     most_first = sorted(readings, key=lambda name: -readings[name].passes)
-    often = [f"{name} {readings[name].passes:.2g} times" for name in most_first[:MOST_NAMED]]
+    often = [
+        f"{name} {two_digits(readings[name].passes)} times" for name in most_first[:MOST_NAMED]
+    ]
     if len(most_first) > MOST_NAMED:
         others = counted(len(most_first) - MOST_NAMED, "other bucket")
         often.append(f"{others} no more often")
@@ -272,7 +281,7 @@ def _ways(plan: Plan, lanes: str, *, resumes: bool) -> str:
         ways.append("give the bucket less weight")
     if not resumes:
         ways.append("allow more passes (max_epochs in the curriculum)")
-    if not plan.allowed:
+    if not plan.allowed and len(plan.buckets) > 1:
         ways.append("continue without it once it is dry (--allow-bucket-exhaustion)")
     text = f"{', '.join(ways[:-1])}, or {ways[-1]}"
     return f"{lanes}; or {text}" if lanes and _lanes_starve(plan) else text
@@ -287,7 +296,7 @@ def problem(plan: Plan, lanes: str = "", *, resumes: bool = False) -> str:
         return ""
     why = f"the run halts before step {plan.steps:,} of {plan.num_steps:,}: {plan.halt}"
     why += f"; {_ways(plan, lanes, resumes=resumes)}"
-    return why if plan.allowed else f"{why}, or train up to that step with --plan warn"
+    return why if plan.allowed else why + OR_WARN
 
 
 def likely_problem(plan: Plan, lanes: str = "", *, resumes: bool = False) -> str:

@@ -295,9 +295,8 @@ def _notes(start: Start, layout: StepLayout, device: torch.device) -> Iterator[s
         yield f"each launch of this command begins at step {start.step:,}; the command{but} resumes the run"
     if layout.num_leaves % layout.world_size:
         yield (
-            f"{layout.world_size} processes do not divide {layout.num_leaves} leaves: same data, but "
-            f"results may be rounded differently than with a number that divides them (--leaves is fixed when a run "
-            f"starts)"
+            f"{layout.world_size} processes do not divide --leaves={layout.num_leaves}, which is fixed when a run "
+            f"starts: same data, but results may be rounded differently than with a number that divides it"
         )
     if layout.dead_share > 0.1:
         yield padding_note(layout)

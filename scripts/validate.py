@@ -34,6 +34,7 @@ from nanochat.config import Settings, add_flags, from_flags
 from nanochat.dist import autodetect_device_type
 from nanochat.plan import Plan, make_run_plan
 from nanochat.plan_report import (
+    OR_WARN,
     close_calls,
     fewer_lanes,
     likely_problem,
@@ -243,6 +244,8 @@ def report_plan(plan: Plan, run: Run) -> bool:
         print(f"warning: {line}")
     resumes = bool(run.config)
     why = problem(plan, lanes, resumes=resumes) or refusal(plan, run)
+    if run.settings.plan != "error":
+        why = why.removesuffix(OR_WARN)
     likely = likely_problem(plan, lanes, resumes=resumes)
     if why:
         print(f"error: {why}")

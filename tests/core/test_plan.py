@@ -303,6 +303,9 @@ def test_cropped_is_a_share_of_tokens_that_left_and_warnings_name_flags_that_wou
     guess = dataclasses.replace(plan, estimate=True)
     assert problem(plan) and not problem(guess) and "probably runs dry" in warnings(guess)[0]
     assert "max_epochs" in problem(plan), "regression: so also at a resume, which refuses it"
+    assert "--allow-bucket-exhaustion" not in problem(plan), "the only bucket"
+    two = dataclasses.replace(plan, buckets={"web": bucket, "code": unlimited})
+    assert "--allow-bucket-exhaustion" in problem(two)
     for later in (problem(plan, resumes=True), likely_problem(guess, resumes=True)):
         assert "max_epochs" not in later and "less weight" not in later and "--fork-from" in later
     assert "may use more of it" in warnings(guess, "fewer --lanes may use more of it")[0]

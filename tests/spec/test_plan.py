@@ -10,7 +10,7 @@ from nanochat.curriculum import Curriculum, Phase
 from nanochat.files import find_files
 from nanochat.order import StreamConfig
 from nanochat.plan import Plan, make_plan
-from nanochat.plan_report import plan_lines, reading_notes
+from nanochat.plan_report import plan_lines, reading_notes, two_digits
 from nanochat.sources import open_source, scan
 from nanochat.stream import Stream, ledger
 from tests.token_files import Tokenizer, write_pair
@@ -163,3 +163,11 @@ def test_many_passes_name_the_share_of_overlaps_if_there_is_one(repeated):
     known = {"trained": 200, "tokens": 100, "passes": 2.0, "cropped": 0.0, "without_loss": repeated}
     [note] = reading_notes("its data", **known, repeated=repeated)
     assert ("25% of them overlaps" in note) == (repeated > 0)
+
+
+@pytest.mark.parametrize(
+    "number, text", [(0.0714, "0.071"), (1.66, "1.7"), (9.96, "10"), (106.1, "106")]
+)
+def test_passes_have_two_digits_and_no_exponent(number, text):
+    """Regression: "this run reads them 1.1e+02 times"."""
+    assert two_digits(number) == text

@@ -9,12 +9,11 @@ Evaluate a trained model: bits per byte on validation and training data, samples
 
 Tokenizer, data files and row length come from the run directory. With the default --eval-tokens,
 the validation result equals the one that training printed at that step. The result on training
-data is that of a sample of the training files; beside it stands about how often the run has read
-them. It may be a little better than on validation data, because the sample usually has more
-beginnings of documents, which are easier to predict. Only a large gap, after the run has read the
-files, is a sign of overfitting. For comparison, a unigram model is evaluated, which only knows how
-frequent each token is in the first rows of training. CORE needs only the run's model and tokenizer,
-and the eval_bundle folder (nanochat/core_eval.py).
+data is that of a sample of the training files, as large as the validation data; beside it stands
+about how often the run has read them. Only a large gap, after the run has read the files, is a sign
+of overfitting. For comparison, a unigram model is evaluated, which only knows how frequent each
+token is in the first rows of training. CORE needs only the run's model and tokenizer, and the
+eval_bundle folder (nanochat/core_eval.py).
 
 Results are written to RUN/eval.json, and CORE's table to RUN/eval.csv. What --eval leaves out stays
 there, if it is of the same step. These files are of the newest step that was evaluated; the
@@ -26,6 +25,7 @@ of this text, the data of the run need not be there, and only --json stores the 
 
 import argparse
 import contextlib
+import copy
 import errno
 import itertools
 import time
@@ -33,6 +33,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -77,6 +78,7 @@ from nanochat.tokenizer import Tokenizer
 from scripts.sample import ask_for_model, device_of
 
 MODES = ("core", "bpb", "sample")
+MANY_GROUPS = 8  # of these, a sample has whole ones
 LONG_S = 10.0  # an evaluation that takes longer says how long
 
 
@@ -252,8 +254,8 @@ def bits_per_byte(
 ) -> dict[str, Any]:
     """Bits per byte of the model and of the unigram model, under the keys of RUN/eval.json.
 
-    Collective. The model is evaluated on validation data and on the same number of tokens of each
-    training bucket, the unigram model on the validation data, if there is training data to count. If
+    Collective. The model is evaluated on validation data and on a sample of each training bucket
+    (`sample_of`), the unigram model on the validation data, if there is training data to count. If
     the tokenizer does not know bytes, nats per token under other keys.
     """
     stored, config, settings = opened
@@ -264,13 +266,18 @@ def bits_per_byte(
         data = open_data(manifests, tokenizer)
     token_bytes = tokenizer.token_bytes()
     num_tokens = settings.eval_tokens if args.eval_tokens == -1 else args.eval_tokens
-    tokens_per_val_bucket = num_tokens // len(data.val)
+    tokens_per_bucket = num_tokens // len(data.val)
+    samples = {}
+    for name, source in data.train.items():
+        if len(source.groups):
+            as_large_as = [data.val[name]] if name in data.val else data.val.values()
+            samples[name] = sample_of(source, sum(map(tokens_of, as_large_as)))
     batches = batches_of(opened, args, model)
 
     # how much it evaluates
-    to_evaluate = sum(num_available(source, tokens_per_val_bucket) for source in data.val.values())
-    to_evaluate += sum(num_available(source, num_tokens) for source in data.train.values())
-    of_which = "validation and of each training bucket" if data.train else "this text"
+    sources = [*data.val.values(), *samples.values()]
+    to_evaluate = sum(min(tokens_per_bucket, tokens_of(source)) for source in sources)
+    of_which = "validation and of the training files" if samples else "this text"
     print0(
         f"evaluating about {to_evaluate:,} tokens: up to {num_tokens:,} of {of_which} "
         f"({origin_of(args.eval_tokens, settings)})"
@@ -278,14 +285,13 @@ def bits_per_byte(
 
     # the model
     model.attention_mode = settings.attention_mode
-    of_val = {name: batches(source, tokens_per_val_bucket) for name, source in data.val.items()}
+    of_val = {name: batches(source, tokens_per_bucket) for name, source in data.val.items()}
     first = next(iter(of_val))
     of_val[first] = with_estimate(of_val[first], to_evaluate)
     val, val_buckets = evaluate_buckets(model, of_val, token_bytes)
     train = {}
-    for name, source in data.train.items():
-        if len(source.groups):
-            train[name] = evaluate_bpb(model, batches(source, num_tokens), None, token_bytes)
+    for name, source in samples.items():
+        train[name] = evaluate_bpb(model, batches(source, tokens_per_bucket), None, token_bytes)
 
     result = {
         "eval_tokens": num_tokens,
@@ -302,14 +308,33 @@ def bits_per_byte(
 
         pairs = {}
         for name, source in data.val.items():
-            pairs[name] = inputs_and_targets(batches(source, tokens_per_val_bucket))
+            pairs[name] = inputs_and_targets(batches(source, tokens_per_bucket))
         result["unigram_bpb"], _ = evaluate_buckets(unigram, pairs, token_bytes)
     return result if tokenizer.knows_bytes else result_in_nats(result)
 
 
-def num_available(source: Source, num_tokens: int) -> int:
-    """About how many tokens of a source are evaluated: `num_tokens`, or all that it has."""
-    return min(num_tokens, int((source.groups * source.means).sum()))
+def tokens_of(source: Source) -> int:
+    """About how many tokens a source has."""
+    return int(source.groups @ source.means)
+
+
+def sample_of(source: Source, num_tokens: int) -> Source:
+    """About `num_tokens` tokens of a source, in whole documents, as a source of their own.
+
+    Rows of long documents hold the beginnings first, which are easier to predict. So figures of two
+    texts can be compared if the same share of each is evaluated, as of texts of the same size.
+    """
+    share = num_tokens / max(1, tokens_of(source))
+    # the first documents of every group, or whole groups if these are many
+    of_each = share if share * len(source.groups) < MANY_GROUPS else 1.0
+    wanted = np.ceil(np.minimum(1, of_each) * source.groups).astype(np.int64)
+    order = np.random.default_rng(0).permutation(len(wanted))
+    before = np.cumsum((wanted * source.means)[order]) - (wanted * source.means)[order]
+    sample = copy.copy(source)
+    sample.groups = np.zeros_like(source.groups)
+    chosen = order[before < num_tokens]
+    sample.groups[chosen] = wanted[chosen]
+    return sample
 
 
 def origin_of(eval_tokens: int, settings: Settings) -> str:

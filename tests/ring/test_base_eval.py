@@ -12,7 +12,9 @@ import numpy as np
 import pytest
 
 from dev.make_eval_bundle import make_eval_bundle
+from nanochat import sources
 from nanochat.core_eval import GROUP
+from nanochat.dataloader import validation_loader
 from nanochat.engine import KVCache, load_model
 from nanochat.pins import read_manifests
 from nanochat.run_dir import find_run
@@ -23,6 +25,7 @@ from scripts import average, base_eval, infer_bench, replay, sample
 from scripts.report import make_report
 from tests import training
 from tests.finished import RUN, STEPS, command, copy
+from tests.spec.test_plan import source as token_source
 from tests.toy import EPS
 
 T, EVAL_TOKENS = training.T, RUN["eval_tokens"]
@@ -96,9 +99,49 @@ def test_the_passes_over_the_training_files_follow_from_the_cursors(run, first_r
     reader = RunReader(run)
     num_documents = sum(row[-1] for row in reader.files() if row[0] == "data (train)")
     # documents in a row or cropped, but one of which a lane has emitted a part
-    account = {"emitted": 900, "cropped": 300, "pending": 300, "documents": 4 * num_documents}
+    account = {"read": 1500, "pending": 300, "documents": 4 * num_documents}
     with mock.patch.object(RunReader, "_ledger_at", lambda *_: {"data": account}):
         assert reader.passes(STEPS) == pytest.approx({"data": 4 * 0.8})
+
+
+def trained_on(rows_of):
+    """The number of tokens with a loss in all rows of a source."""
+    batches = validation_loader(
+        rows_of,
+        tokenizer=rows_of.tokenizer,
+        T=T,
+        device_batch_size=4,
+        num_tokens=10**6,
+        device="cpu",
+    )
+    return sum(int((batch.targets >= 0).sum()) for batch in batches)
+
+
+@pytest.mark.parametrize("lengths", [[[40] * 600], [[40] * 50] * 20, [[900]] * 9])
+@pytest.mark.parametrize("in_large_order", [False, True])
+def test_a_sample_of_the_training_files_has_the_size_of_the_validation_data(
+    tmp_path, monkeypatch, lengths, in_large_order
+):
+    """Regression: it was the first rows of all files, so mostly beginnings of documents, beside all of
+    a small validation set: a gap of 0.32 bits without overfitting."""
+    monkeypatch.setattr(sources, "SMALL_TOKENS", 0 if in_large_order else 10**9)
+    whole = token_source(tmp_path, lengths)
+    sample = base_eval.sample_of(whole, 2000)
+    num_tokens = base_eval.tokens_of(sample)
+    longest = max(map(max, lengths)) + 1
+    assert 2000 <= num_tokens < 2000 + max(longest, 0.5 * 2000)
+    assert trained_on(sample) == pytest.approx(num_tokens, rel=0.1)
+    assert base_eval.tokens_of(base_eval.sample_of(whole, 10**9)) == base_eval.tokens_of(whole)
+
+
+def test_a_sample_of_text_has_whole_documents_too(run):
+    data, _, _ = open_run(run)
+    whole = data.train["data"]
+    sample = base_eval.sample_of(whole, base_eval.tokens_of(whole) // 3)
+    share = sample.groups.sum() / whole.groups.sum()
+    assert 0.2 < share < 0.5 and trained_on(sample) == pytest.approx(
+        share * trained_on(whole), rel=0.3
+    )
 
 
 def test_other_text_is_evaluated_without_the_data_of_the_run(run, first_result, tmp_path):

@@ -271,7 +271,7 @@ def test_it_says_first_how_much_it_evaluates_and_how_long_it_takes(
         "(--eval-tokens)" if given else "(the run's --eval-tokens; a smaller one takes less time)"
     )
     assert lines[0] == (
-        f"evaluating about {2 * amount:,} tokens: up to {amount:,} of validation and of each training bucket "
+        f"evaluating about {2 * amount:,} tokens: up to {amount:,} of validation and of the training files "
         f"{whose}"
     )
     assert lines[1].startswith("this takes about ")

@@ -25,7 +25,6 @@ of this text, the data of the run need not be there, and only --json stores the 
 
 import argparse
 import contextlib
-import copy
 import errno
 import itertools
 import time
@@ -69,7 +68,7 @@ from nanochat.run_reader import (
     older_evaluation,
     sample_name,
 )
-from nanochat.sources import RunData, Source, open_data
+from nanochat.sources import RunData, Source, open_data, open_source
 from nanochat.splits import pin_validation
 from nanochat.start_run import open_run
 from nanochat.stream import OtherStreamConfig
@@ -78,7 +77,7 @@ from nanochat.tokenizer import Tokenizer
 from scripts.sample import ask_for_model, device_of
 
 MODES = ("core", "bpb", "sample")
-MANY_GROUPS = 8  # of these, a sample has whole ones
+SAMPLE_GROUPS = 64  # of a sample, or more if these have too few documents
 LONG_S = 10.0  # an evaluation that takes longer says how long
 
 
@@ -324,15 +323,18 @@ def sample_of(source: Source, num_tokens: int) -> Source:
     Rows of long documents hold the beginnings first, which are easier to predict. So figures of two
     texts can be compared if the same share of each is evaluated, as of texts of the same size.
     """
-    share = num_tokens / max(1, tokens_of(source))
-    # the first documents of every group, or whole groups if these are many
-    of_each = share if share * len(source.groups) < MANY_GROUPS else 1.0
-    wanted = np.ceil(np.minimum(1, of_each) * source.groups).astype(np.int64)
-    order = np.random.default_rng(0).permutation(len(wanted))
-    before = np.cumsum((wanted * source.means)[order]) - (wanted * source.means)[order]
-    sample = copy.copy(source)
-    sample.groups = np.zeros_like(source.groups)
-    chosen = order[before < num_tokens]
+    # its order continues no run's, so files that joined the bucket in a fork are like the others
+    manifest = source.manifest.copy()
+    manifest.pop("joined", None)
+    sample = open_source(manifest, source.tokenizer)
+    num_groups = len(sample.groups)
+    groups_needed = num_groups * num_tokens / max(1, tokens_of(sample))
+    of_each = min(1.0, groups_needed / min(num_groups, SAMPLE_GROUPS))
+    wanted = np.ceil(of_each * sample.groups).astype(np.int64)
+    order = np.random.default_rng(0).permutation(num_groups)
+    tokens = (wanted * sample.means)[order]
+    chosen = order[np.cumsum(tokens) - tokens < num_tokens]
+    sample.groups = np.zeros_like(wanted)
     sample.groups[chosen] = wanted[chosen]
     return sample
 

@@ -16,9 +16,10 @@ from nanochat import sources
 from nanochat.core_eval import GROUP
 from nanochat.dataloader import validation_loader
 from nanochat.engine import KVCache, load_model
-from nanochat.pins import read_manifests
+from nanochat.pins import JoinedFiles, read_manifests
 from nanochat.run_dir import find_run
 from nanochat.run_reader import RunReader
+from nanochat.sources import open_source
 from nanochat.start_run import open_run
 from nanochat.stream import open_stream
 from scripts import average, base_eval, infer_bench, replay, sample
@@ -142,6 +143,27 @@ def test_a_sample_of_text_has_whole_documents_too(run):
     assert 0.2 < share < 0.5 and trained_on(sample) == pytest.approx(
         share * trained_on(whole), rel=0.3
     )
+
+
+@pytest.mark.parametrize("in_large_order", [False, True])
+def test_a_sample_of_files_that_joined_in_a_fork_is_like_any_other(
+    tmp_path, monkeypatch, in_large_order
+):
+    """Regression: "zero-size array", where the sample had no document of one part."""
+    monkeypatch.setattr(sources, "SMALL_TOKENS", 0 if in_large_order else 10**9)
+    whole = token_source(tmp_path, [[40] * 50] * 20)
+    joined: JoinedFiles = {"files": 1, "begins": [[0, 0]]}
+    whole = open_source({**whole.manifest, "joined": [joined]}, whole.tokenizer)
+    sample = base_eval.sample_of(whole, 400)
+    assert trained_on(sample) == pytest.approx(base_eval.tokens_of(sample), rel=0.1)
+
+
+def test_a_sample_of_many_groups_reads_few(tmp_path):
+    """Regression: it read a document of each, and a group is a request in object storage."""
+    whole = token_source(tmp_path, [[20] * 30] * 200)
+    sample = base_eval.sample_of(whole, 2000)
+    assert np.count_nonzero(sample.groups) <= base_eval.SAMPLE_GROUPS
+    assert 2000 <= base_eval.tokens_of(sample) < 3000
 
 
 def test_other_text_is_evaluated_without_the_data_of_the_run(run, first_result, tmp_path):

@@ -498,7 +498,7 @@ def _list_folder(path: AnyPath, data_format: str, suffixes: Sequence[str]) -> Li
         if problem := unfinished(path, shown):
             raise ValueError(problem)
         _check_pairs([entry.path for entry in files])
-        _check_listed(path, [entry.path for entry in entries])
+        _check_listed(path, [entry.path for entry in files])
     if not found:
         formats = [
             name
@@ -635,8 +635,8 @@ def _check_pairs(files: Sequence[AnyPath]) -> None:
 
 
 def _check_listed(folder: AnyPath, files: Sequence[AnyPath]) -> None:
-    """FileNotFoundError for pairs that a manifest.json lists and that are not there, say after half
-    a copy: their data would silently be missing."""
+    """ValueError for pairs that a manifest.json of scripts.tok_shards lists and that are not there,
+    say after half a copy: their data would silently be missing."""
     known = set(files)
     missing = [
         file
@@ -646,16 +646,18 @@ def _check_listed(folder: AnyPath, files: Sequence[AnyPath]) -> None:
         if file not in known
     ]
     if missing:
-        raise FileNotFoundError(
-            f"{folder}: missing of the files that {MANIFEST_NAME} lists: {few(missing, folder)}; copy the rest, give "
-            f"the command of scripts.tok_shards again, or name the token files to use, separated by commas"
+        raise ValueError(
+            f"{folder}: missing of the files that {MANIFEST_NAME} lists: {few(missing, folder)}; copy the rest, or "
+            f'give the command of scripts.tok_shards again; to do without them, delete their names from "shards" in '
+            f"this {MANIFEST_NAME}"
         )
 
 
 def _listed_pairs(manifest: AnyPath) -> list[AnyPath]:
     """The .bin files that a manifest.json lists; none if it is of another program."""
+    shape = {"format": str, "tokenizer": dict, "shards": dict}
     try:
-        shards = read_json(local_copy(manifest), {"shards": dict})["shards"]
+        shards = read_json(local_copy(manifest), shape)["shards"]
     except ValueError:
         return []
     return [manifest.parent / f"{name}.bin" for name in shards]

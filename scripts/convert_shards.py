@@ -130,6 +130,15 @@ def last_id(pair: TokenFile) -> int:
     return int(ids.sum())
 
 
+def ends_any(pair: TokenFile, eod: int) -> bool:
+    """Whether any entry of a pair ends with an id."""
+    for first in range(0, len(pair), BLOCK_ENTRIES):
+        last = min(first + BLOCK_ENTRIES, len(pair))
+        if any(len(ids) and ids[-1] == eod for ids in pair.read(first, last)):
+            return True
+    return False
+
+
 def find_eod(pair: TokenFile) -> int:
     """The last id of a pair. ValueError if it does not end documents: if it is inside an entry, or
     at the end of some of Megatron's documents alone."""
@@ -182,10 +191,10 @@ def convert(source: Path, target: Path, *, to: str, eod: int | None) -> int:
         if eod is None:
             eod = find_eod(pair)
         check_eod(eod, pair.dtype, source)
-        if pair.format == "shards" and pair.num_tokens and last_id(pair) != eod:
+        if pair.format == "shards" and pair.num_tokens and not ends_any(pair, eod):
             raise ValueError(
-                f"--eod: got {eod}, but {source} ends with {last_id(pair)}, and the id that ends a GPTS file ends "
-                f"each of its documents; leave --eod out"
+                f"--eod: got {eod}, but no entry of {source} ends with it (the last one ends with {last_id(pair)}), so "
+                f"all would become one document; pass the id that ends documents"
             )
     entries = documents(pair, eod)
     if to == "gpts":

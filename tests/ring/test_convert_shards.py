@@ -193,11 +193,23 @@ def test_another_end_of_document_id_than_the_manifests_is_refused(sets, tmp_path
         convert(sets["windows"], tmp_path / "out", "megatron", "--eod=7")
 
 
+def test_a_gpts_file_that_ends_inside_a_document_is_converted_with_its_id(tmp_path):
+    """Regression: without --eod, it was asked for; with it, it was to be left out."""
+    write_pair(tmp_path / "in" / "a", [[5, 2, E], [3, 5]])
+    with pytest.raises(ValueError, match="pass --eod=ID"):
+        convert(tmp_path / "in", tmp_path / "out", "megatron")
+    convert(tmp_path / "in", tmp_path / "out", "megatron", f"--eod={E}")
+    pair = open_tokens(tmp_path / "out" / "a")
+    assert [ids.tolist() for ids in pair.read(0, len(pair))] == [[5, 2, E], [3, 5]]
+
+
 @pytest.mark.parametrize("eod", [5, 77])
 def test_an_id_that_ends_no_document_of_gpts_is_refused(tmp_path, eod):
     """Regression: all documents became one, without a word."""
     write_pair(tmp_path / "in" / "a", [[5, 1, 2, E], [5, 3, E]])
-    with pytest.raises(ValueError, match=rf"--eod: got {eod}, but .*a.bin ends with {E}"):
+    with pytest.raises(
+        ValueError, match=rf"--eod: got {eod}, but no entry of .*a.bin ends with it"
+    ):
         convert(tmp_path / "in", tmp_path / "out", "megatron", f"--eod={eod}")
     assert not list((tmp_path / "out").rglob("*.bin"))
 

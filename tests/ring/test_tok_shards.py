@@ -2,6 +2,7 @@
 killed anywhere."""
 
 import functools
+import json
 import os
 import re
 import shutil
@@ -14,7 +15,7 @@ import pytest
 
 from nanochat import common
 from nanochat.common import hash_file
-from nanochat.files import data_at, find_files
+from nanochat.files import MANIFEST_NAME, data_at, find_files
 from nanochat.integrations.megatron_order import find_pairs
 from nanochat.pretokenize import Pretokenizer
 from nanochat.splits import pin_files
@@ -336,9 +337,21 @@ def test_half_a_copy_is_refused_and_made_whole_by_the_same_command(raw, tmp_path
     lost = sorted(out.rglob("*.bin"))[0]
     for suffix in (".bin", ".idx"):
         lost.with_suffix(suffix).unlink()
-    with pytest.raises(FileNotFoundError, match="missing of the files that") as error:
-        find_files(out, "shards")
-    assert str(lost.relative_to(out)) in str(error.value)
+    with pytest.raises(ValueError, match="missing of the files that") as error:
+        pin_files(out, data_format="shards")
+    assert f"{MANIFEST_NAME} lists: {lost.relative_to(out)};" in str(error.value)
+    assert f"{lost}: manifest.json lists it, but it is missing" in command(verify.main, out).out
+    kept = tmp_path / "kept"
+    shutil.copytree(out, kept)
+    manifest = kept / lost.parent.relative_to(out) / "manifest.json"
+    contents = json.loads(manifest.read_text())
+    del contents["shards"][lost.stem]
+    manifest.write_text(json.dumps(contents))
+    pin_files(kept, data_format="shards")  # the way to do without it
+    (kept / "_old").mkdir()
+    shutil.copy(lost.parent / "manifest.json", kept / "_old")
+    (kept / "manifest.json").write_text('{"name": "set", "shards": {"web-0": {}}}')
+    pin_files(kept, data_format="shards")  # a hidden folder, and another program's file
     assert run(raw, out, tokenizer) == 0
     assert lost in find_files(out, "shards")
 

@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 
 from nanochat.cli import Decides
 from nanochat.config import Settings, changes_of, known_settings
+from nanochat.model_code import CODE_OF
 from nanochat.run_reader import RunReader
 from nanochat.schedule import HorizonSettings, Schedule, ScheduleSettings
 
@@ -36,7 +37,7 @@ SCHEDULED = {*RATES, "weight_decay", *HORIZON, *(f.name for f in fields(Schedule
 # settings that decide rows only together with the files that they name
 OF_ROWS = {"data_path", "without_documents", "skip_steps"}
 # settings whose change may leave the first steps as they were: a document that is not yet due, a
-# gradient that is not clipped
+# gradient that is not clipped; model code may, too
 MAY_ACT_LATER = {
     *("curriculum", "data_path", "without_documents", "max_grad_norm", "skip_spikes"),
     *("allow_bucket_exhaustion",),
@@ -128,6 +129,8 @@ def stage_of(name: str, known: dict[str, Any]) -> Stage | None:
     """Where a changed setting acts first in a step; None if it decides no bit."""
     if name in SCHEDULED:
         return Stage.UPDATE
+    if name.startswith(CODE_OF):
+        return Stage.LOSS
     if name in OF_ROWS or name not in known:
         return Stage.ROWS
     decides = known[name].metadata["decides"]
@@ -164,7 +167,8 @@ def effects_of(parting: Parting, last: int) -> list[Effect]:
         if stage is Stage.UPDATE:
             scheduled.append((step, name))
         elif stage is not None:
-            effects.append(Effect(step, stage, [name], name in MAY_ACT_LATER))
+            may_be_later = name in MAY_ACT_LATER or name.startswith(CODE_OF)
+            effects.append(Effect(step, stage, [name], may_be_later))
     step_of_rates = first_other_rates(parting, last)
     if step_of_rates is not None:
         names = dict.fromkeys(name for step, name in scheduled if step <= step_of_rates)

@@ -405,6 +405,7 @@ def parting(*argv):
 
 RATE = {"matrix_lr": [0.02, 0.01]}
 ROWS = {"packing": ["bestfit", "concat"]}
+CODE = {"code of nanochat/gpt.py": ["1" * 8, "2" * 8]}
 MASK = {"attention_mode": ["causal", "sdpa_mask"]}
 PHASE = {"duration_tokens": STEPS * training.STEP, "mix": {"data": 1.0}}
 MIXTURE = {"curriculum": [None, {"phases": [PHASE]}]}
@@ -442,6 +443,10 @@ def test_a_fork_that_changes_nothing_equals_its_parent_from_its_first_step_on(fa
         (MASK, "loss", 4, "as expected: the loss of step 4 is the first difference: attention_"),
         ({"z_loss": [0.0, 1.0]}, "grad_norm", 4, "as expected: the gradient norm of step 4 is"),
         ({"max_grad_norm": [None, 1.0]}, "loss", 6, "as expected: the loss of step 6 is the first"),
+        (CODE, "loss", 4, "as expected: the loss of step 4 is the first difference: code of nano"),
+        (CODE, "loss", 6, "as expected: the loss of step 6 is the first difference: code of nano"),
+        (CODE, "loss", 99, "as expected: nothing differs yet: code of nanochat/gpt.py acts"),
+        (CODE, "digest", 4, "unexpected: the digest of step 4 differs, but code of nanochat/gpt"),
         ({}, "loss", 6, "unexpected: no change should act by then, but the loss of step 6 differs"),
         ({"eval_every": [4, 2]}, "loss", 99, "as expected: they do the same, and no digest"),
         (RATE | ROWS, "digest", 4, "as expected: the digest of step 4 is the first difference: pa"),

@@ -61,6 +61,16 @@ def code_changes(before: Mapping[str, str], now: Mapping[str, str]) -> dict[str,
     return changes
 
 
+def shown_code(codes: Iterable[Mapping[str, str]]) -> dict[str, str]:
+    """{file: the first digits of its hash}, of code that may have changed over time: all of them, in
+    order."""
+    hashes: dict[str, dict[str, None]] = {}
+    for code in codes:
+        for file, of_file in code.items():
+            hashes.setdefault(file, {})[of_file[:SHOWN]] = None
+    return {file: ", then ".join(of_file) for file, of_file in hashes.items()}
+
+
 def hash_code(source: bytes) -> str:
     """A hash of Python code, without comments, docstrings and layout."""
     return hash_json(_plain(ast.parse(source)))

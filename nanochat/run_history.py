@@ -20,6 +20,7 @@ come much later: a longer run has the same rates until the warmdown of the short
 """
 
 import enum
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -174,7 +175,20 @@ def effects_of(parting: Parting, last: int) -> list[Effect]:
         names = dict.fromkeys(name for step, name in scheduled if step <= step_of_rates)
         # a resume may change the horizon, too
         effects.append(Effect(step_of_rates, Stage.UPDATE, [*names] or ["num_iterations"]))
-    return sorted(effects)
+    return sorted([*effects, *effects_of_resumes(parting)])
+
+
+def effects_of_resumes(parting: Parting) -> Iterator[Effect]:
+    """The effects of model code that changed between two launches of a run."""
+    for rest in (parting.a, parting.b):
+        stretches = [parting.common, *rest]
+        ends = [stretch.first for stretch in rest]
+        for stretch, end in zip(stretches, [*ends, math.inf]):
+            begin = max(parting.step, stretch.first)
+            for launch in stretch.run.launches if stretch.run else ():
+                if launch.other_code and begin <= launch.first < end:
+                    names = [f"{CODE_OF}{file}" for file in launch.other_code]
+                    yield Effect(launch.first, Stage.LOSS, names, may_be_later=True)
 
 
 class Rates:

@@ -461,6 +461,18 @@ def test_the_first_difference_is_compared_with_the_one_that_the_changes_must_mak
     assert parting("b", "a")[3] == verdict, "the order of the arguments matters"
 
 
+def test_model_code_that_changed_between_two_launches_explains_a_difference(family):
+    """Regression: it was unexpected, because no change should act by then."""
+    path = make_fork(family, "b", "a", 4)
+    differ(path, "loss", 6)
+    of_launch = {"world_size": 1, "device": "cpu", "torch": ""}
+    for step in (3, 6):  # the first is of the common history
+        code = {"nanochat/gpt.py": str(step) * 32}
+        record_event(path, "started", step=step, **of_launch, model_code=code)
+    for verdict in (parting("a", "b")[3], parting("b", "a")[3]):
+        assert verdict.startswith("as expected: the loss of step 6 is the first difference: code")
+
+
 @pytest.mark.parametrize(
     ("changed", "expected"),
     [

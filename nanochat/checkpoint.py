@@ -471,10 +471,10 @@ class Checkpoint:
     def model_state(self) -> dict[str, torch.Tensor]:
         return self.load(MODEL_NAME)
 
-    def load_weights(self, model: torch.nn.Module) -> None:
+    def load_weights(self, model: torch.nn.Module) -> list[str]:
         """Copy the saved weights into a model. ValueError, before any change, if names or shapes
-        differ, because the model's code was edited since the save. Prints a note if the code differs
-        in anything else."""
+        differ, because the model's code was edited since the save. Returns the files of this code that
+        differ in anything else, and prints a note about them."""
         saved = self.model_state()
         ours = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
         theirs = {name: tuple(tensor.shape) for name, tensor in saved.items()}
@@ -494,6 +494,7 @@ class Checkpoint:
                 f"note: since {self.path} was saved, {', '.join(changed)} changed; if the model computes "
                 f"something else now, these weights are not for it"
             )
+        return changed
 
     def optimizer_state(self) -> dict[str, Any]:
         return self.load(OPTIMIZER_NAME)

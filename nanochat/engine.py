@@ -180,7 +180,7 @@ def load_model(
         model = GPT(GPTConfig(**checkpoint.model_config))
     model.to_empty(device=device)
     model.set_compute_dtype(compute_dtype or get_compute_dtype(device))
-    checkpoint.load_weights(model)
+    changed_code = checkpoint.load_weights(model)
     for module in model.modules():
         if isinstance(module, Linear):
             module.to(model.compute_dtype)  # cast once instead of for every token: the same bits
@@ -189,5 +189,6 @@ def load_model(
         "step": checkpoint.step,
         "model_config": checkpoint.model_config,
         "trainer_state": checkpoint.seal,
+        "changed_code": changed_code,
     }
     return model.eval(), tokenizer, meta

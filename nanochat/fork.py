@@ -11,7 +11,7 @@ any other run, and its steps are numbered on. So a fork that changes nothing rep
 for bit, and deleting the parent does no harm.
 
     flags       the parent's config.json is read like a --config file; the command line follows it
-    settings    `branch_off` refuses what cannot change, and records what does
+    settings    `branch_off` refuses what cannot change, and records what does, also in the model's code
     files       `files_of_fork`: those that the parent reads stay pinned, further ones join
     cursors     `continue_cursors`: each bucket continues where it was
 
@@ -56,6 +56,7 @@ from nanochat.config import (
 )
 from nanochat.files import data_at, fixed_paths, list_files
 from nanochat.gpt import GPTConfig
+from nanochat.model_code import code_changes, code_now
 from nanochat.order import StreamConfig, open_order
 from nanochat.pins import (
     DATA_MANIFEST,
@@ -270,7 +271,7 @@ def _reads_where_parent_does(settings: Settings, parent: Parent) -> Settings:
 
 
 def _changes(settings: Settings, parent: Parent) -> dict[str, list[Any]]:
-    """{setting: [parent's value, fork's value]}. ValueError lists those that a fork keeps."""
+    """{setting or model code: [parent's value, fork's value]}. ValueError lists those that a fork keeps."""
     if type(settings) is not type(parent.settings):
         raise ValueError(
             f"--order={settings.order}: {parent.run_dir.name} has --order={parent.settings.order}, and "
@@ -293,7 +294,8 @@ def _changes(settings: Settings, parent: Parent) -> dict[str, list[Any]]:
     check_kept(settings.fork_from, then, now)
     if settings.skip_steps:
         changes["skip_steps"] = [0, settings.skip_steps]
-    return changes
+    code = parent.checkpoint.seal.get("model_code", {})
+    return changes | code_changes(code, code_now(code))
 
 
 def _is_same_state(then: str | None, now: str | None) -> bool:

@@ -10,16 +10,20 @@ does the version of Python (whose `ast.unparse` and `ast.dump` do differ between
 import ast
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-
-import torch
+from typing import TYPE_CHECKING
 
 from nanochat.common import hash_json
 
+if TYPE_CHECKING:  # commands that only read runs start without it
+    import torch
+
 PACKAGE = Path(__file__).parent
+CODE_OF = "code of "  # begins the name of a file where it stands among settings
+SHOWN = 8  # digits of a hash
 FUNCTIONS = "nanochat.attention"  # part of every model, although it defines none of its modules
 
 
-def code_of(model: torch.nn.Module) -> dict[str, str]:
+def code_of(model: "torch.nn.Module") -> dict[str, str]:
     """{file: hash} of the code that computes a model, as it is on disk. A launch calls this when it
     begins, because files may be edited while it trains."""
     names = {type(module).__module__ for module in model.modules()}
@@ -46,6 +50,25 @@ def changed_code(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]
     with --fp8 is loaded without it."""
     known = [file for file in before if file in now]
     return [file for file in known if before[file] != now[file]]
+
+
+def code_changes(before: Mapping[str, str], now: Mapping[str, str]) -> dict[str, list[str]]:
+    """{"code of FILE": [hash before, and now]} of the files whose code has changed, in the form of
+    changed settings."""
+    changes = {}
+    for file in changed_code(before, now):
+        changes[f"{CODE_OF}{file}"] = [before[file][:SHOWN], now[file][:SHOWN]]
+    return changes
+
+
+def shown_code(codes: Iterable[Mapping[str, str]]) -> dict[str, str]:
+    """{file: the first digits of its hash}, of code that may have changed over time: all of them, in
+    order."""
+    hashes: dict[str, dict[str, None]] = {}
+    for code in codes:
+        for file, of_file in code.items():
+            hashes.setdefault(file, {})[of_file[:SHOWN]] = None
+    return {file: ", then ".join(of_file) for file, of_file in hashes.items()}
 
 
 def hash_code(source: bytes) -> str:

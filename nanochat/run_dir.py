@@ -184,7 +184,7 @@ class Fork(NamedTuple):
     step: int
     tokens: int
     checksum: str  # of the parent's seal
-    changes: dict[str, list[Any]]  # {setting: [parent's value, fork's value]}
+    changes: dict[str, list[Any]]  # {setting or model code: [parent's value, fork's value]}
     mix_tokens: int  # tokens that were trained when the present curriculum began
     share_limit: int | None  # see `StreamConfig`
 

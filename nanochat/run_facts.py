@@ -17,6 +17,7 @@ from typing import Any
 from nanochat import seen
 from nanochat.common import Bits, counted, duration, few, show, visible
 from nanochat.config import without_removed
+from nanochat.model_code import CODE_OF
 from nanochat.pins import Manifests, contents_of
 from nanochat.run_dir import changes_text, setting_texts
 from nanochat.run_history import history_of
@@ -180,21 +181,27 @@ def progress_sentences(run: RunReader) -> list[str]:
 
 
 def launch_sentences(run: RunReader) -> list[str]:
-    """How many launches the run took, and how the earlier ones ended."""
+    """How many launches the run took, how the earlier ones ended, and which had other model code."""
     *earlier, _ = run.launches
     counts = Counter(launch.end for launch in earlier)
     ends = [
         f"{counts[end]} {end}" for end in ("killed", "stopped", "halted", "failed") if counts[end]
     ]
-    number = "one launch"
+    launches = "one launch"
     if earlier:
-        number = f"{len(run.launches)} launches ({', '.join(ends) or 'none interrupted'})"
+        launches = f"{len(run.launches)} launches ({', '.join(ends) or 'none interrupted'})"
     worlds = sorted({launch.world_size for launch in run.launches})
     processes = "process" if worlds == [1] else "processes"
-    sentences = [f"It took {number}, on {' and '.join(map(str, worlds))} {processes}."]
+    sentences = [f"It took {launches}, on {' and '.join(map(str, worlds))} {processes}."]
     for launch in earlier:
         if launch.end == "halted":
             sentences.append(f"It halted at step {launch.last:,} ({launch.reason}).")
+    for number, launch in enumerate(run.launches, 1):
+        if launch.other_code:
+            files = few(launch.other_code)
+            sentences.append(
+                f"Launch {number} began at step {launch.first:,} with other model code: {files}."
+            )
     return sentences
 
 
@@ -264,7 +271,7 @@ def differing_settings(runs: Sequence[RunReader]) -> Table:
     names: dict[str, None] = {}
     for config in configs:
         names |= dict.fromkeys(config)
-    rows = differing_code([run.model_code for run in runs])
+    rows = differing_code([run.shown_code for run in runs])
     for name in names:
         texts = setting_texts([config.get(name) for config in configs])
         values = [text if name in config else None for text, config in zip(texts, configs)]
@@ -274,16 +281,16 @@ def differing_settings(runs: Sequence[RunReader]) -> Table:
 
 
 def differing_code(codes: Sequence[Mapping[str, str]]) -> Table:
-    """("code of FILE", the first digits of its hash in each of some {file: hash} of model code) of the
-    files that differ; None where a file is not known."""
+    """("code of FILE", its hash in each of some `shown_code`) of the files that differ; None where a
+    file is not known."""
     files: dict[str, None] = {}
     for code in codes:
         files |= dict.fromkeys(code)
     rows: Table = []
     for file in files:
-        hashes = [code[file][:8] if file in code else None for code in codes]
+        hashes = [code.get(file) for code in codes]
         if len({*hashes} - {None}) > 1:
-            rows.append((f"code of {file}", *hashes))
+            rows.append((f"{CODE_OF}{file}", *hashes))
     return rows
 
 

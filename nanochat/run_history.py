@@ -20,6 +20,7 @@ come much later: a longer run has the same rates until the warmdown of the short
 """
 
 import enum
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -27,6 +28,7 @@ from typing import Any, NamedTuple
 
 from nanochat.cli import Decides
 from nanochat.config import Settings, changes_of, known_settings
+from nanochat.model_code import CODE_OF
 from nanochat.run_reader import RunReader
 from nanochat.schedule import HorizonSettings, Schedule, ScheduleSettings
 
@@ -36,7 +38,7 @@ SCHEDULED = {*RATES, "weight_decay", *HORIZON, *(f.name for f in fields(Schedule
 # settings that decide rows only together with the files that they name
 OF_ROWS = {"data_path", "without_documents", "skip_steps"}
 # settings whose change may leave the first steps as they were: a document that is not yet due, a
-# gradient that is not clipped
+# gradient that is not clipped; model code may, too
 MAY_ACT_LATER = {
     *("curriculum", "data_path", "without_documents", "max_grad_norm", "skip_spikes"),
     *("allow_bucket_exhaustion",),
@@ -128,6 +130,8 @@ def stage_of(name: str, known: dict[str, Any]) -> Stage | None:
     """Where a changed setting acts first in a step; None if it decides no bit."""
     if name in SCHEDULED:
         return Stage.UPDATE
+    if name.startswith(CODE_OF):
+        return Stage.LOSS
     if name in OF_ROWS or name not in known:
         return Stage.ROWS
     decides = known[name].metadata["decides"]
@@ -164,13 +168,27 @@ def effects_of(parting: Parting, last: int) -> list[Effect]:
         if stage is Stage.UPDATE:
             scheduled.append((step, name))
         elif stage is not None:
-            effects.append(Effect(step, stage, [name], name in MAY_ACT_LATER))
+            may_be_later = name in MAY_ACT_LATER or name.startswith(CODE_OF)
+            effects.append(Effect(step, stage, [name], may_be_later))
     step_of_rates = first_other_rates(parting, last)
     if step_of_rates is not None:
         names = dict.fromkeys(name for step, name in scheduled if step <= step_of_rates)
         # a resume may change the horizon, too
         effects.append(Effect(step_of_rates, Stage.UPDATE, [*names] or ["num_iterations"]))
-    return sorted(effects)
+    return sorted([*effects, *effects_of_resumes(parting)])
+
+
+def effects_of_resumes(parting: Parting) -> Iterator[Effect]:
+    """The effects of model code that changed between two launches of a run."""
+    for rest in (parting.a, parting.b):
+        stretches = [parting.common, *rest]
+        ends = [stretch.first for stretch in rest]
+        for stretch, end in zip(stretches, [*ends, math.inf]):
+            begin = max(parting.step, stretch.first)
+            for launch in stretch.run.launches if stretch.run else ():
+                if launch.other_code and begin <= launch.first < end:
+                    names = [f"{CODE_OF}{file}" for file in launch.other_code]
+                    yield Effect(launch.first, Stage.LOSS, names, may_be_later=True)
 
 
 class Rates:

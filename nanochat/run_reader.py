@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from nanochat.common import check_shape, counted, is_remote, read_json
+from nanochat.model_code import changed_code, shown_code
 from nanochat.run_dir import (
     CHECKPOINT_NAME,
     CONFIG_NAME,
@@ -103,10 +104,17 @@ class Launch:
     end: str = ""
     reason: str = ""  # of the end
     events: list[dict[str, Any]] = field(default_factory=list)  # all other events
+    # files of the model's code that are not those of the launch before
+    other_code: list[str] = field(default_factory=list)
 
     @property
     def world_size(self) -> int:
         return self.started["world_size"]
+
+    @property
+    def model_code(self) -> dict[str, str]:
+        """{file: hash} of the code of the model; empty in older logs."""
+        return self.started.get("model_code") or {}
 
 
 def sample_name(bucket: str, evaluation: Mapping[str, Any]) -> str:
@@ -205,6 +213,12 @@ class RunReader:
         """{file: hash} of the code of the model that the newest checkpoint was trained with (see
         `nanochat.model_code`); empty without one, and for those of older code."""
         return self._newest_seal.get("model_code", {})
+
+    @property
+    def shown_code(self) -> dict[str, str]:
+        """{file: the first digits of its hash} of the model code of all launches that took a step."""
+        launches = [launch for launch in self.launches if launch.last > launch.first]
+        return shown_code([*(launch.model_code for launch in launches), self.model_code])
 
     @cached_property
     def _newest_seal(self) -> dict[str, Any]:
@@ -396,9 +410,12 @@ class RunReader:
             step = record["step"]
             event = record.get("event")  # None for a step
             if event == "started":
-                if launches and not launches[-1].end:
-                    launches[-1].end = "killed"
-                launches.append(Launch(record, step, step))
+                begun = Launch(record, step, step)
+                if launches:
+                    previous = launches[-1]
+                    previous.end = previous.end or "killed"
+                    begun.other_code = changed_code(previous.model_code, begun.model_code)
+                launches.append(begun)
                 continue
             if not launches:
                 continue

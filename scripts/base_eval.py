@@ -17,7 +17,8 @@ eval_bundle folder (nanochat/core_eval.py).
 
 Results are written to RUN/eval.json, and CORE's table to RUN/eval.csv. What --eval leaves out stays
 there, if it is of the same step. These files are of the newest step that was evaluated; the
-result of an earlier one is in RUN/eval-STEP.json.
+result of an earlier one is in RUN/eval-STEP.json. If the code of the model has changed since it was
+trained, the result is not the run's, and only --json stores it; its "changed_code" names the files.
 
 --val-path names other text, such as one that you kept aside. Then bits per byte and prompts are those
 of this text, the data of the run need not be there, and only --json stores the result.
@@ -408,8 +409,13 @@ def evaluate(
     run_dir = checkpoint.parent.parent
     model, tokenizer, meta = load_model(checkpoint, device, compute_dtype=dtype)
     _, rank, _, world_size = get_dist_info()
+    if meta["changed_code"] and not args.json:
+        print0(
+            "note: the result of changed code is not stored in the run; --json=FILE stores it elsewhere"
+        )
     result: dict[str, Any] = {
         "checkpoint": str(checkpoint),
+        "changed_code": meta["changed_code"],
         "step": meta["step"],
         "dtype": str(dtype),
         "device": device.type,
@@ -568,7 +574,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         report(result)  # first, because it may have taken an hour
         if args.json:
             on_rank0(lambda: store(result, Place(args.json)))
-        elif args.val_path is None:
+        elif args.val_path is None and not result["changed_code"]:
             on_rank0(lambda: store_in(run_dir, result, args.eval))
     return 0
 

@@ -272,6 +272,7 @@ def announce(
         device=guard.device.type,
         num_iterations=run.horizon.num_iterations,
         **journal.versions,
+        model_code=training.model_code,
         command=shlex.join(["python", "-m", "scripts.base_train", *words]),
         typed=typed,
         changed=run.settings.since(run.config),

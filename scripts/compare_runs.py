@@ -52,7 +52,7 @@ from nanochat.checkpoint import (
 from nanochat.cli import EXIT_FAILED, Parser, run_main, setup_logging
 from nanochat.common import Bits, counted, few, show, table
 from nanochat.dist import VERSIONS
-from nanochat.model_code import changed_code
+from nanochat.model_code import changed_code, shown_code
 from nanochat.pins import compare_files
 from nanochat.run_dir import around_difference, changes_text, find_run, is_step, read_cursors
 from nanochat.run_facts import differing_code, differing_settings, validation_note
@@ -770,11 +770,11 @@ def data_lines(a: RunReader, b: RunReader) -> list[str]:
 
 
 def model_code(side: Side) -> dict[str, str]:
-    """{file: hash} of the code that trained the newest checkpoint of a side."""
+    """{file: hash} of the code that trained a side, see `shown_code`."""
     if side.run is not None:
-        return side.run.model_code
+        return side.run.shown_code
     [path] = side.saved.values()
-    return read_seal(path).get("model_code", {})
+    return shown_code([read_seal(path).get("model_code", {})])
 
 
 def print_settings(a: Side, b: Side) -> None:

@@ -127,18 +127,23 @@ def marks_of(run: Run, launch: Launch) -> Iterator[dict[str, Any]]:
         yield {"at": run.position(event["step"]), "kind": event["event"], "text": text}
 
 
+def launch_text(number: int, launch: Launch) -> str:
+    """A launch in words: on how many processes, and whether with other model code than the one before."""
+    text = f"launch {number} on {counted(launch.world_size, 'process')}"
+    return f"{text} with other model code ({few(launch.other_code)})" if launch.other_code else text
+
+
 def launches_of(run: Run) -> Iterator[dict[str, Any]]:
     """The launches on the timeline, with a mark for each save, skipped step and other event."""
     for number, launch in enumerate(run.launches, 1):
         end = run.end_of(launch)
-        world = launch.world_size
         outcome = f"{end or 'running'} at step {launch.last:,} {launch.reason}"
         yield {
             "from": run.position(launch.first),
             "to": run.position(launch.last),
             "end": end,
-            "label": f"{number}: {world} proc.",
-            "text": f"launch {number} on {counted(world, 'process')}: {outcome}",
+            "label": f"{number}: {launch.world_size} proc.",
+            "text": f"{launch_text(number, launch)}: {outcome}",
             "marks": [*marks_of(run, launch)],
         }
 
@@ -395,7 +400,7 @@ def history(run: Run) -> str:
         rows.append((run.fork.step, f"fork of {status.fork_text(run.state)}"))
     previous = None
     for number, launch in enumerate(run.launches, 1):
-        begin = f"launch {number} on {counted(launch.world_size, 'process')}"
+        begin = launch_text(number, launch)
         if previous is not None and launch.first < previous.last:
             again = counted(previous.last - launch.first, "step")
             begin += f": {again} taken again, up to step {previous.last - 1:,}"

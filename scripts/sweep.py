@@ -285,7 +285,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     # what to know about the figures
     if text := validation_note(runs):
         print0(f"warning: {text}", "", sep="\n")
-    if code := differing_code([run.model_code for run in runs]):
+    if code := differing_code([run.shown_code for run in runs]):
         print0(f"warning: the runs differ in {few(name for name, *_ in code)}", "", sep="\n")
     if any(run.fork for run in runs):
         print0(

@@ -9,16 +9,17 @@ from unittest import mock
 
 import pytest
 
-from nanochat import start_run
+from nanochat import model_code, start_run
 from nanochat.checkpoint import Checkpoint, load_checkpoint
 from nanochat.common import show
 from nanochat.run_dir import cursor_files, read_config
-from nanochat.run_facts import sentences_about
+from nanochat.run_facts import origin_sentences, sentences_about
 from nanochat.run_reader import RunReader, unbalanced
 from nanochat.text_kinds import warn_once
 from nanochat.tokenizer import RustBPETokenizer
-from scripts import inspect_data, validate
+from scripts import inspect_data, status, validate
 from tests import training
+from tests.core.test_engine import edited_package
 from tests.finished import RUN, STEPS, command, copy
 from tests.training import as_bytes, as_flags, die_after_step, digests, losses
 
@@ -140,6 +141,19 @@ def test_its_record_does_not_name_the_settings_of_a_launch():
     out = fork(max_runtime_seconds=1e5, walltime_reserve_seconds=1, save_every=3, plan="warn").out
     assert read_config(training.run_dir("child"))["fork"]["changes"] == {}
     assert "nothing changed" in out
+
+
+def test_other_code_of_the_model_is_a_change(monkeypatch, tmp_path, capsys):
+    """Regression: a fork with another activation had "nothing changed" wherever forks are listed."""
+    monkeypatch.setattr(model_code, "PACKAGE", edited_package(tmp_path))
+    fork()
+    [(name, (before, after))] = read_config(training.run_dir("child"))["fork"]["changes"].items()
+    assert "nanochat/gpt.py" in name and before != after
+    capsys.readouterr()
+    status.main([])
+    assert name in capsys.readouterr().out
+    sentences = " ".join(origin_sentences(RunReader(training.run_dir("child"))))
+    assert f"{name} " in sentences and "nothing changed" not in sentences
 
 
 def test_its_record_does_not_name_a_length_that_is_its_parents():

@@ -81,6 +81,15 @@ def test_weights_that_were_trained_with_other_code_have_a_note(monkeypatch, tmp_
     assert note in succeed(**more).out
 
 
+def test_a_resume_with_other_code_is_known(monkeypatch, tmp_path):
+    succeed(num_iterations=1)
+    succeed(num_iterations=2)
+    monkeypatch.setattr(model_code, "PACKAGE", edited_package(tmp_path))
+    succeed(num_iterations=3)
+    launches = RunReader(training.run_dir()).launches
+    assert [launch.other_code for launch in launches] == [[], [], ["nanochat/gpt.py"]]
+
+
 def test_a_save_has_the_hashes_of_the_code_with_which_its_launch_began(monkeypatch, tmp_path):
     began = checkpoint_module.read_seal(checkpoint("final", "origin"))["model_code"]
     loop = base_train.loop

@@ -25,6 +25,7 @@ from nanochat.stream import open_stream
 from scripts import average, base_eval, infer_bench, replay, sample
 from scripts.report import make_report
 from tests import training
+from tests.checkpoints import of_other_code
 from tests.finished import RUN, STEPS, command, copy
 from tests.spec.test_plan import source as token_source
 from tests.toy import EPS
@@ -393,6 +394,20 @@ def test_a_result_that_cannot_be_stored_is_printed_first(base, capsys, monkeypat
     ):
         base_eval.main([*argv, f"--eval-tokens={EVAL_TOKENS}"])
     assert "bits per byte" in capsys.readouterr().out
+
+
+def test_a_result_of_other_model_code_is_not_the_runs(copied, capsys, tmp_path):
+    """Regression: the report showed it as the run's."""
+    run, other = training.run_dir(), tmp_path / "other.json"
+    of_other_code(run)
+    argv = ["run", "--device-type=cpu", "--eval=bpb", "--unigram-tokens=1", "--eval-tokens=64"]
+    assert base_eval.main(argv) == 0
+    out = capsys.readouterr().out
+    assert "bits per byte" in out and "not stored" in out and "--json" in out
+    assert not [*run.glob("eval*")] and RunReader(run).evaluation == {}
+    assert base_eval.main([*argv, f"--json={other}"]) == 0
+    assert json.loads(other.read_text())["changed_code"] == ["nanochat/gpt.py"]
+    assert "not stored" not in capsys.readouterr().out
 
 
 def test_the_default_run_is_the_only_one(base, run):

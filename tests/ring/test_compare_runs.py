@@ -405,6 +405,7 @@ def parting(*argv):
 
 RATE = {"matrix_lr": [0.02, 0.01]}
 ROWS = {"packing": ["bestfit", "concat"]}
+CODE = {"code of nanochat/gpt.py": ["1" * 8, "2" * 8]}
 MASK = {"attention_mode": ["causal", "sdpa_mask"]}
 PHASE = {"duration_tokens": STEPS * training.STEP, "mix": {"data": 1.0}}
 MIXTURE = {"curriculum": [None, {"phases": [PHASE]}]}
@@ -442,6 +443,10 @@ def test_a_fork_that_changes_nothing_equals_its_parent_from_its_first_step_on(fa
         (MASK, "loss", 4, "as expected: the loss of step 4 is the first difference: attention_"),
         ({"z_loss": [0.0, 1.0]}, "grad_norm", 4, "as expected: the gradient norm of step 4 is"),
         ({"max_grad_norm": [None, 1.0]}, "loss", 6, "as expected: the loss of step 6 is the first"),
+        (CODE, "loss", 4, "as expected: the loss of step 4 is the first difference: code of nano"),
+        (CODE, "loss", 6, "as expected: the loss of step 6 is the first difference: code of nano"),
+        (CODE, "loss", 99, "as expected: nothing differs yet: code of nanochat/gpt.py acts"),
+        (CODE, "digest", 4, "unexpected: the digest of step 4 differs, but code of nanochat/gpt"),
         ({}, "loss", 6, "unexpected: no change should act by then, but the loss of step 6 differs"),
         ({"eval_every": [4, 2]}, "loss", 99, "as expected: they do the same, and no digest"),
         (RATE | ROWS, "digest", 4, "as expected: the digest of step 4 is the first difference: pa"),
@@ -454,6 +459,18 @@ def test_the_first_difference_is_compared_with_the_one_that_the_changes_must_mak
     *_, verdict = parting("a", "b")
     assert verdict.startswith(expected)
     assert parting("b", "a")[3] == verdict, "the order of the arguments matters"
+
+
+def test_model_code_that_changed_between_two_launches_explains_a_difference(family):
+    """Regression: it was unexpected, because no change should act by then."""
+    path = make_fork(family, "b", "a", 4)
+    differ(path, "loss", 6)
+    of_launch = {"world_size": 1, "device": "cpu", "torch": ""}
+    for step in (3, 6):  # the first is of the common history
+        code = {"nanochat/gpt.py": str(step) * 32}
+        record_event(path, "started", step=step, **of_launch, model_code=code)
+    for verdict in (parting("a", "b")[3], parting("b", "a")[3]):
+        assert verdict.startswith("as expected: the loss of step 6 is the first difference: code")
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ import pytest
 from nanochat import run_curves
 from nanochat.common import read_json, write_json
 from nanochat.run_dir import RowLosses, keep_cursors, pack_cursors, read_log
+from nanochat.run_facts import differing_settings, sentences_about
 from nanochat.run_reader import RunReader
 from scripts import page
 from tests.finished import command
@@ -257,6 +258,32 @@ def test_the_history_has_halts_dry_buckets_and_steps_taken_again(tmp_path):
         "30 to 33|bucket web ran dry, 3 times: first in 1 lane; last in 4 lanes",
         "40|launch 2 halted: the bucket 'code' has run dry",
     ]
+
+
+def test_a_launch_with_other_model_code_says_so(runs, tmp_path):
+    """Regression: the history showed no change, and the whole run was credited with the new code."""
+    path = make_run(tmp_path / "run")
+    log = path / "logs" / "train.jsonl"
+    codes = iter([{"nanochat/gpt.py": "1" * 32}, {"nanochat/gpt.py": "2" * 32}])
+    lines = [json.loads(line) for line in log.read_text().splitlines() if line.endswith("}")]
+    for line in lines:
+        if line.get("event") == "started":
+            line["model_code"] = next(codes)
+    log.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    text, data = write([path], tmp_path / "page.html")
+    other = "other model code (nanochat/gpt.py)"
+    told = [line for line in lines_of_history(text) if other in line]
+    assert len(told) == 1 and told[0].startswith("20|launch 2 on 2 processes")
+    assert [other in launch["text"] for launch in data["runs"][0]["launches"]] == [False, True]
+    told = " ".join(sentences_about(RunReader(path)))
+    assert "Launch 2 began at step 20 with other model code: nanochat/gpt.py." in told
+    final = {"step": STEPS, "files": {}, "model_code": {"nanochat/gpt.py": "2" * 32}}
+    paths = [path, shutil.copytree(runs[1], tmp_path / "other")]
+    for run in paths:
+        (run / "checkpoints" / "final").mkdir(parents=True)
+        write_json(run / "checkpoints" / "final" / "trainer_state.json", final)
+    _, *codes = differing_settings([RunReader(run) for run in paths])[0]
+    assert codes == ["11111111, then 22222222", "22222222"]
 
 
 def test_of_more_than_three_runs_only_smoothed_curves_are_drawn(runs, tmp_path):

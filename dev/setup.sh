@@ -3,8 +3,8 @@
 #
 #   bash dev/setup.sh
 #
-# Cost: nothing. Hardware: any. Duration: minutes on a fresh machine (torch is large), well under a second if nothing
-# has changed. A stamp in .venv records what is installed: the whole of pyproject.toml, and Python's version. It is
+# Cost: nothing. Hardware: any. Duration: 1 to 5 minutes on a fresh machine (torch is large), else under a second.
+# A stamp in .venv records what is installed: the whole of pyproject.toml, and Python's version. It is
 # deleted before an install and written after it, so an interrupted install is repeated. pyproject.toml pins the direct
 # dependencies, and uv.lock pins every package. If uv is installed, it creates .venv from uv.lock and fetches a Python
 # if needed; otherwise pip does. A .venv that pip created stays with pip. The tools' own settings apply (PIP_INDEX_URL,
@@ -113,7 +113,7 @@ rm -f "$stamp"
 made_by_pip=yes # unless .venv is missing, incomplete or without its Python: then uv or pip may create it
 .venv/bin/python -m pip --version >/dev/null 2>&1 || made_by_pip=
 if [[ -z "$made_by_pip" && "${UV:-}" != no && "${TORCH:-}" != installed ]] && command -v uv >/dev/null; then
-    echo "setup: installing the packages of uv.lock into .venv with $(uv --version) (minutes, the first time)"
+    echo "setup: installing the packages of uv.lock into .venv with $(uv --version) (1 to 5 minutes, the first time)"
     quietly uv.lock uv sync --inexact --extra dev ${PYTHON:+--python "$PYTHON"} # keeps other packages in .venv
     finished
 fi
@@ -132,7 +132,7 @@ if [[ -z "$made_by_pip" ]]; then
     fi
 fi
 write_requirements
-echo "setup: installing the packages of pyproject.toml into .venv (minutes, the first time)"
+echo "setup: installing the packages of pyproject.toml into .venv (1 to 5 minutes, the first time)"
 if [[ "${TORCH:-}" == installed ]]; then
     check_torch .venv/bin/python
 else

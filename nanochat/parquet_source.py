@@ -28,7 +28,6 @@ from nanochat.rows import Document
 from nanochat.sources import Place, Source
 from nanochat.spill import LARGE_BYTES, Spill, Spills, decode_group
 from nanochat.text import (
-    TEXT_FIELD,
     is_blank,
     leaf_column,
     open_parquet,
@@ -76,7 +75,6 @@ class ParquetSource(Source):
 
     def __init__(self, manifest: Manifest, tokenizer: Tokenizer):
         super().__init__(manifest, tokenizer)
-        self.field = manifest.get("text_field", TEXT_FIELD)
         self._kept = KeptUnits()
         self._groups = functools.cache(self._pack_group)  # of small parts of the bucket
         small = filter(self.is_small, range(len(self.groups)))
@@ -152,7 +150,7 @@ class ParquetSource(Source):
             file, row_group = self.file_of(group)
             path = self.paths[file]
             if isinstance(path, Remote):
-                path.read_soon(row_group, self.field, distance)
+                path.read_soon(row_group, self.text_field, distance)
 
     def texts(self, group: int) -> Iterator[str]:
         num_documents = int(self.groups[group])
@@ -173,7 +171,7 @@ class ParquetSource(Source):
         """The columns of a group that say where its documents are in the user's own files. None if
         it was not prepared."""
         file, row_group = self.file_of(group)
-        with open_parquet(self.paths[file], self.field) as f:
+        with open_parquet(self.paths[file], self.text_field) as f:
             if not {FILE, LINE} <= set(f.schema_arrow.names):
                 return None
             return f.read_row_group(row_group, columns=[FILE, LINE])
@@ -188,13 +186,13 @@ class ParquetSource(Source):
 
     def _read_footer(self, file: int) -> pq.FileMetaData:
         """The footer of a file."""
-        with open_parquet(self.paths[file], self.field) as f:
+        with open_parquet(self.paths[file], self.text_field) as f:
             return f.metadata
 
     def _read_text_bytes(self, file: int) -> list[int]:
         """The bytes of text in each group of a file."""
         metadata = self._footer(file)
-        text = leaf_column(metadata, self.field)
+        text = leaf_column(metadata, self.text_field)
         return [
             metadata.row_group(g).column(text).total_uncompressed_size
             for g in range(metadata.num_row_groups)
@@ -215,7 +213,7 @@ class ParquetSource(Source):
 
         def decode() -> Spill:
             num_bytes = self._text_bytes(file)[row_group]
-            spill = decode_group(path, row_group, self.field, num_bytes)
+            spill = decode_group(path, row_group, self.text_field, num_bytes)
             if spill.num_documents < expected:
                 raise self._shorter(group, spill.num_documents)
             return spill
@@ -238,11 +236,11 @@ class ParquetSource(Source):
         size = stop - first
         at = 0
         texts: list[pa.Array] = []
-        with open_parquet(path, self.field, self._footer(file)) as f:
+        with open_parquet(path, self.text_field, self._footer(file)) as f:
             # Read whole units at a time. All units of a group have the same size, except the last
             # one.
             for column in read_batches(
-                f, row_group, path, batch_size=size * -(-64 // size), field=self.field
+                f, row_group, path, batch_size=size * -(-64 // size), field=self.text_field
             ):
                 texts.append(column.slice(max(first - at, 0), max(stop - max(first, at), 0)))
                 for begin in range(max(at, stop), min(at + len(column), keep), size):

@@ -88,7 +88,8 @@ class Manifest(Selected):
 
 
 Manifests = dict[str, dict[str, Manifest]]  # {"train": {bucket: manifest}, "val": {...}}
-PINNED = {"root": str, "files": [{"name": str, "size": int, "footer": str, "groups": [int]}]}
+PIN = {"name": str, "size": int, "footer": str, "groups": [int]}
+PINNED = {"root": str, "files": [PIN]}
 
 
 def not_pinned_yet(name: str) -> Pin:

@@ -30,7 +30,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from nanochat.common import check_shape, counted, is_remote, read_json
+from nanochat.common import check_shape, counted, few, is_remote, read_json
 from nanochat.model_code import changed_code, shown_code
 from nanochat.run_dir import (
     CHECKPOINT_NAME,
@@ -87,7 +87,7 @@ TRAIN_SAMPLE = (
 OF_BPB = {  # in an evaluation, unless it skipped them, or is of older code
     **dict.fromkeys(("val_bpb", "val_loss", "unigram_bpb"), float | None),
     "eval_tokens": int,
-    "train_passes": dict,
+    **dict.fromkeys(("val_buckets", "train_passes"), dict),
 }
 Table = list[tuple[Any, ...]]
 LogRecord = dict[str, Any]  # a line of the log
@@ -122,6 +122,16 @@ def sample_name(bucket: str, evaluation: Mapping[str, Any]) -> str:
     passes = evaluation.get("train_passes", {}).get(bucket)
     often = "" if passes is None else f" (files read about {passes:.2f} times)"
     return f"sample of the training files, {bucket}{often}"
+
+
+def unseen_note(evaluation: Mapping[str, Any]) -> str:
+    """Which buckets of the training data an evaluation has no validation data of; '' if none."""
+    trained = evaluation["train_bpb"] or evaluation.get("train_loss", {})
+    validated = evaluation.get("val_buckets", {})
+    unseen = [bucket for bucket in trained if bucket not in validated]
+    if not unseen or len(unseen) == len(trained):  # other data validates all of them
+        return ""
+    return f"Validation has nothing of {few(unseen)}."
 
 
 def older_evaluation(run_dir: Path, step: int) -> Path:

@@ -46,7 +46,7 @@ class Saves:
         """Wait for the save in progress, and report it."""
         self._saver.close()
         with contextlib.suppress(ValueError, OSError):  # the log may be what failed
-            self.report(wait=True)
+            self.settle()
 
     def clock_says(self) -> bool:
         """Whether a save is due according to this rank's clock, with --save-every=-1."""
@@ -97,7 +97,7 @@ class Saves:
 
     def report(self, *, wait: bool = False) -> Exception | None:
         """Print and log the outcome of the save in progress if it has ended; with
-        `wait`, wait for its end first. Returns the error that must end the run, if any."""
+        `wait`, wait for its end first. Returns the error that must end the run, if any, unprinted."""
         step = self.training.progress.step
         for name, record in self.guard.mirror.news():
             self.journal.event(name, step, **record)
@@ -110,9 +110,16 @@ class Saves:
             name = outcome.path.name
             self.journal.event("saved", step, checkpoint=name, seconds=outcome.seconds)
         else:
-            log.warning("%s", outcome.message)
+            if outcome.fatal is None:
+                log.warning("%s", outcome.message)
             self.journal.event("save_failed", step, reason=outcome.message)
         return outcome.fatal
+
+    def settle(self) -> None:
+        """Wait for the save in progress of a run that another error ends."""
+        error = self.report(wait=True)
+        if error is not None:
+            log.warning("%s", error)
 
     def finish(self) -> None:
         """Wait for the save in progress. Raises the error that must end the run, if any."""

@@ -5,11 +5,13 @@ What a launch prints before its first step, and when it runs out of memory.
 import contextlib
 import logging
 import os
+import shutil
 import textwrap
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import PurePosixPath
+from typing import NamedTuple
 
 import torch
 
@@ -23,6 +25,7 @@ from nanochat.fork import describe_fork
 from nanochat.pins import Manifest, not_searched
 from nanochat.run_dir import CONFIG_NAME, Fork, but_resume, mix_text
 from nanochat.run_settings import (
+    build_model,
     derive,
     describe_memory,
     device_memory,
@@ -44,6 +47,7 @@ from nanochat.start_run import Run, Start
 log = logging.getLogger(__name__)
 
 WIDTH = 100  # characters of a line
+COPIES = 2  # checkpoints on disk at once: the old one is deleted when the new one is complete
 LOW_PEAK = 0.9  # a run whose learning rates rise to less than this share of their peak says so
 
 
@@ -221,6 +225,9 @@ def print_summary(
         print0(f"{needed}; {room / 1e9:,.1f} GB available")
     for note in (*settings_notes(start, named), *_notes(start, layout, device)):
         print0(f"note: {note}")
+    disk = disk_room(start)
+    if not disk.lasts:
+        print0(f"warning: the disk will be full before the run ends: {disk.needs}")
     fork = Fork.of(start.settings.fork)
     if start.parent is not None and fork is not None:
         print0(f"fork: {describe_fork(fork)}")
@@ -329,6 +336,37 @@ def _notes(start: Start, layout: StepLayout, device: torch.device) -> Iterator[s
             f"token files are read through memory maps. If SIGBUS kills this process, a file was truncated: "
             f"scripts.status {start.run_dir.name} or the next launch names it"
         )
+
+
+class DiskRoom(NamedTuple):
+    """Whether the checkpoints of a run fit on its disk."""
+
+    begins: bool  # whether the first ones do
+    lasts: bool  # whether all that the run keeps do
+    needs: str  # what is free and what it takes, in words
+
+
+def disk_room(start: Start) -> DiskRoom:
+    """What the checkpoints of a run take of its disk, beside those that are there."""
+    weights = sum(p.numel() for p in build_model(start.settings).parameters())
+    num_bytes = 3 * 4 * weights  # float32, and two more float32 per weight in the optimizer
+    folder = next(p for p in (start.run_dir, *start.run_dir.parents) if p.exists())
+    free = shutil.disk_usage(folder).free
+    fork = Fork.of(start.settings.fork)
+    end = start.horizon.num_iterations
+    number = start.settings.number_kept(end, fork_step=fork.step if fork else None)
+    more = max(1, number + 1 - len(list_checkpoints(start.run_dir)))
+    return DiskRoom(
+        begins=free >= min(COPIES, more) * num_bytes,
+        lasts=free > more * num_bytes,
+        needs=f"{size_text(free)} free in {folder}, a checkpoint takes about {size_text(num_bytes)}, the run "
+        f"keeps {number:,}",
+    )
+
+
+def size_text(num_bytes: int) -> str:
+    """1.2 GB, 34.0 MB."""
+    return f"{num_bytes / 1e9:,.1f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:,.1f} MB"
 
 
 def padding_note(layout: StepLayout) -> str:

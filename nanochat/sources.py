@@ -25,6 +25,7 @@ from nanochat.common import (
     AnyPath,
     Remote,
     as_path,
+    check_shape,
     counted,
     each,
     etag_of,
@@ -37,6 +38,7 @@ from nanochat.common import (
 from nanochat.files import BUCKET, DataPath, data_at, list_files
 from nanochat.order import Joined
 from nanochat.pins import (
+    PIN,
     UNKNOWN,
     JoinedFiles,
     Manifest,
@@ -86,6 +88,7 @@ class Place(NamedTuple):
 
 class Source:
     """One bucket's documents. `manifest` and `tokenizer` are the run's; `scan` makes manifests.
+    `text_field`: the column of text.
 
     Each kind of file has a subclass: `scan_file` describes and hashes a file, `read` reads it.
     Several threads may call both at once, and errors name the file.
@@ -102,6 +105,7 @@ class Source:
         self.manifest = manifest
         self.tokenizer = tokenizer
         self.bos = tokenizer.get_bos_token_id()
+        self.text_field = manifest.get("text_field", TEXT_FIELD)
         self.fingerprint = fingerprint(manifest)
         self.groups, self.means = counts_and_means(manifest)
         self.paths = [place_of(manifest, entry) for entry in files]
@@ -322,7 +326,7 @@ def _begin_manifest(folder: AnyPath, files: Sequence[AnyPath], selection: Select
         kind = text_suffix(name)
         if kind and (kind != ".parquet" or selection.skips_some):
             return not_pinned_yet(name)
-        entry = reader_class(name).scan_file(path, name, field)
+        entry = _scanned(path, name, field)
         nulls = entry.pop("nulls", 0)
         if nulls is None and selection.strict:  # the footer does not say it
             refuse_nulls(path, selection)
@@ -334,8 +338,19 @@ def _begin_manifest(folder: AnyPath, files: Sequence[AnyPath], selection: Select
 
 def pin(path: AnyPath, name: str, text_field: str) -> Pin:
     """The pin of a file. `path` may be the parquet file that was prepared from it."""
-    entry = reader_class(name).scan_file(path, name, text_field)
+    entry = _scanned(path, name, text_field)
     entry.pop("nulls", None)
+    return entry
+
+
+def _scanned(path: AnyPath, name: str, text_field: str) -> Pin:
+    """What a reader says of a file. ValueError if a fork's own one leaves something out."""
+    reader = reader_class(name)
+    entry = reader.scan_file(path, name, text_field)
+    returns = f"{name}: {reader.__module__}: FileSource.scan_file"
+    check_shape(
+        entry, PIN, returns, ending=", in the dict of name, size, footer (a hash) and groups"
+    )
     return entry
 
 

@@ -68,6 +68,7 @@ from nanochat.run_reader import (
     RunReader,
     older_evaluation,
     sample_name,
+    unseen_note,
 )
 from nanochat.sources import RunData, Source, open_data, open_source
 from nanochat.splits import pin_validation
@@ -460,6 +461,8 @@ def report(result: dict[str, Any]) -> None:
         lines = table((title, "bits per byte"), result_rows(result, "bpb"))
     if result["train_bpb"] or result.get("train_loss"):
         lines.append(TRAIN_SAMPLE)
+    if note := unseen_note(result):
+        lines.append(note)
     if "core" in result:
         amount = core_eval.describe_items(result["core"])
         lines.append(f"CORE metric: {result['core']['core_metric']:.4f} ({amount})")

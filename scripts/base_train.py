@@ -330,7 +330,7 @@ def loop(run: Run, training: Training, guard: Guard, journal: Journal, saves: Sa
         journal.end(e.status, progress.step, e.reason)
         return report_stop(run, progress, e)
     except Diverged as e:
-        saves.report(wait=True)
+        saves.settle()
         journal.end("failed", progress.step, str(e))
         if guard.rank != 0:
             raise SystemExit(1) from e  # rank 0 prints the error

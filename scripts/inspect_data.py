@@ -924,9 +924,18 @@ def span(text: str) -> range:
     return range(int(first), int(stop))
 
 
+def one_step(text: str) -> int:
+    """argparse type: a step, counted from 0."""
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(
+            f"got {text!r}, expected one step, such as 17; only `digest` takes several (--steps)"
+        )
+    return int(text)
+
+
 def add_rows_flags(parser: Parser) -> None:
     """The flags of `rows`."""
-    parser.add_argument("--step", type=whole(0), required=True, help="the step, counted from 0")
+    parser.add_argument("--step", type=one_step, required=True, help="the step, counted from 0")
     parser.add_argument(
         "--row", type=whole(0), help="show only this row of the step, counted from 0"
     )
@@ -1017,7 +1026,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         "ledger", help="count the tokens read, emitted, cropped and pending"
     )
     accounts.add_argument(
-        "--step", type=whole(0), help="after this many steps (default: at a run's newest save)"
+        "--step", type=one_step, help="after this many steps (default: at a run's newest save)"
     )
     for subparser, unit in ((rows, "row"), (spikes, "step"), (find, "document")):
         subparser.add_argument(

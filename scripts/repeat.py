@@ -332,6 +332,10 @@ def train_all(
 
     def train(seed: int) -> float:
         tag = f"{name}-seed{seed}"
+        is_trained = is_complete(RunReader(run_path(tag)))
+        if jobs == 1 and seed != seeds[0] and not is_trained:  # the code may have been edited
+            earlier = RunReader(runs[0].run_dir)
+            check_code(earlier, code_now(earlier.model_code), "this is")
         of_weights = seed if vary in ("weights", "both") else settings.seed
         of_data = seed if vary in ("data", "both") else settings.seed
         own = [f"--seed={of_weights}", f"--data-seed={of_data}", f"--model-tag={tag}"]

@@ -35,7 +35,7 @@ from nanochat.run_facts import (
     sentences_about,
     settings_table,
 )
-from nanochat.run_reader import TRAIN_SAMPLE, RunReader, ledger_table, sample_name
+from nanochat.run_reader import TRAIN_SAMPLE, RunReader, ledger_table, sample_name, unseen_note
 from nanochat.run_settings import setting_tables
 
 STAGE = re.compile(r"(?m)^(.*)\t([0-9.]+)\t([0-9]+)\t(.*)$")  # name, seconds, exit code, command
@@ -82,6 +82,8 @@ def result_part(run: RunReader) -> list[str]:
         )
     if evaluation and evaluation["train_bpb"]:
         lines.append(TRAIN_SAMPLE)
+    if evaluation and (note := unseen_note(evaluation)):
+        lines.append(escape_html(note))
     return lines
 
 

@@ -17,7 +17,6 @@ Exit code: 1 if a check fails or the plan shows that the run does not reach its 
 """
 
 import os
-import shutil
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -45,18 +44,16 @@ from nanochat.plan_report import (
     repeats,
     warnings,
 )
-from nanochat.run_dir import Fork, find_run_at, is_run_dir, run_path
+from nanochat.run_dir import find_run_at, is_run_dir, run_path
 from nanochat.run_guard import MIRROR
 from nanochat.run_order import order_of
 from nanochat.run_owner import check_free
 from nanochat.run_settings import build_model, describe_memory, device_memory, estimate_memory
 from nanochat.run_stop import deadline
-from nanochat.run_summary import print_split, settings_notes
+from nanochat.run_summary import disk_room, print_split, settings_notes
 from nanochat.start_run import Run, Start, complete_settings, find_data, inspect_run
 from nanochat.text import TEXT_FIELD
 from nanochat.tokenizer import JSON_FILE, default_tokenizer
-
-COPIES = 2  # checkpoints on disk at once: the old one is deleted when the new one is complete
 
 LEGEND = """\
 trained: tokens in rows, with the repeated ones; usable: until the first lane runs dry, "-" if that is not in sight
@@ -153,8 +150,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         ok(f"run directory {start.run_dir}{default}: {beginning(start)}")
     if start.seal.get("status") == "halted" and (over := start.over()) is not None:
         print(f"note: {over.sentence}")
-    # float32 weights, and two more float32 per weight in the optimizer
-    has_room = check_disk(start, 3 * sum(4 * p.numel() for p in model.parameters()))
+    has_room = check_disk(start)
     run = find_data(start, tokenizer)
     ok("files")
     print_split(run)
@@ -259,30 +255,16 @@ def ok(text: str) -> None:
     print(f"ok: {text}")
 
 
-def size_text(num_bytes: int) -> str:
-    """1.2 GB, 34.0 MB."""
-    return f"{num_bytes / 1e9:,.1f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:,.1f} MB"
-
-
-def check_disk(start: Start, num_bytes: int) -> bool:
-    """Print, and return, whether checkpoints of `num_bytes` each fit on the disk. ValueError if not
-    even the first few do."""
-    num_steps = start.horizon.num_iterations
-    folder = next(p for p in (start.run_dir, *start.run_dir.parents) if p.exists())
-    free = shutil.disk_usage(folder).free
-    fork = Fork.of(start.settings.fork)
-    number = start.settings.number_kept(num_steps, fork_step=fork.step if fork else None)
-    needs = (
-        f"{size_text(free)} free in {folder}, a checkpoint takes about {size_text(num_bytes)}, the run "
-        f"keeps {number:,}"
-    )
-    if free < COPIES * num_bytes:
+def check_disk(start: Start) -> bool:
+    """Print, and return, whether the run's checkpoints fit on the disk. ValueError if not even the
+    first few do."""
+    room = disk_room(start)
+    if not room.begins:
         raise ValueError(
-            f"disk: {needs}; free some space, or set NANOCHAT_BASE_DIR to another disk"
+            f"disk: {room.needs}; free some space, or set NANOCHAT_BASE_DIR to another disk"
         )
-    has_room = free > (number + 1) * num_bytes
-    print(f"{'ok' if has_room else 'warning'}: disk: {needs}")
-    return has_room
+    print(f"{'ok' if room.lasts else 'warning'}: disk: {room.needs}")
+    return room.lasts
 
 
 def decontaminate(run: Run, named: str, n: int, list_path: Path) -> None:

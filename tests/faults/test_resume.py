@@ -321,6 +321,7 @@ def test_the_third_failed_save_in_a_row_or_a_failed_last_one_ends_the_run(
     )
     if kept is not None:
         assert state()["status"] == "failed" and f"error: {state()['reason']}\n" in outcome.err
+        assert outcome.err.count("same command again") == 1  # regression: a warning said it, too
         assert re.search(
             f"No space left.*; checkpoint-{kept} is kept. .*same command again", state()["reason"]
         )

@@ -96,6 +96,18 @@ def test_the_sample_of_the_training_files_says_how_often_the_run_has_read_them(c
     assert "overfitting only if" in out
 
 
+@pytest.mark.parametrize(
+    ("validated", "missing"), [(["web"], True), (["web", "math"], False), (["other"], False)]
+)
+def test_a_bucket_without_validation_data_is_named_again(capsys, validated, missing):
+    """Regression: only the launch said it, and the overall value looked like one of all buckets."""
+    bpb = {"val_bpb": 2.0, "val_buckets": dict.fromkeys(validated, 2.0)}
+    trained = {"train_bpb": {"web": 1.5, "math": 1.2}, "train_passes": {}}
+    base_eval.report({"samples": {}, "checkpoint": "d12", "step": 7, **bpb, **trained})
+    lines = capsys.readouterr().out.splitlines()
+    assert (lines[-1] == "Validation has nothing of math.") == missing
+
+
 def test_the_passes_over_the_training_files_follow_from_the_cursors(run, first_result):
     assert 0 < first_result["train_passes"]["data"] < 1
     reader = RunReader(run)

@@ -153,48 +153,42 @@ LAYOUTS["simple"] = Simple
 
 
 def test_a_new_kind_of_data_file(fork):
-    """An .md file is a group with one document per line."""
-    (fork.root / "nanochat" / "source_md.py").write_text('''
-import hashlib
-
-import numpy as np
-
-from nanochat.rows import Document
-from nanochat.sources import Source
-
-
-class FileSource(Source):
-    """Files with one document per line."""
-
-    @staticmethod
-    def scan_file(path, name, text_field):
-        data = path.read_bytes()
-        return {"name": name, "size": len(data), "footer": hashlib.sha256(data).hexdigest(),
-                "groups": [data.count(b"\\n")]}
-
-    def read(self, group, numbers, keep=0):
-        lines = self.paths[self.file_of(group)[0]].read_text().split("\\n")
-        ids, edges = self.tokenizer.encode_flat([lines[number] for number in numbers], num_threads=1)
-        return [Document(ids[a:b].copy()) for a, b in zip(edges[:-1], edges[1:])]
-''')
-    folder = fork.base / "lines"
-    folder.mkdir()
-    for name in ("a.md", "b.md"):
-        (folder / name).write_text(
-            "".join(f"{name}: document {i} of a few words\n" for i in range(300))
-        )
-    fork.run(data_format="md", data_path=folder)
+    """The example of docs/reference.md, a reader of .csv files."""
+    own = reader_of_csv(fork)
+    fork.run(**own)
     assert len(training.digests("hack")) == 4
-    refused = fork.run(data_format="csv", data_path=folder, tag="none", ok=False)
-    assert "got 'csv', expected text, shards, megatron, or a NAME" in refused
+    refused = fork.run(**own | {"data_format": "ods"}, tag="none", ok=False)
+    assert "got 'ods', expected text, shards, megatron, or a NAME" in refused
     # regression: it was taken, and nothing was held out
-    own = {"data_format": "md", "data_path": folder}
     refused = fork.run(**own, val_fraction=0.05, tag="none", ok=False)
-    assert "--val-fraction=0.05: applies to text only, but --data-format is md" in refused
+    assert "--val-fraction=0.05: applies to text only, but --data-format is csv" in refused
     # a run that older code began with such a setting resumes
     path = training.run_dir("hack") / "config.json"
     path.write_text(path.read_text().replace('"min_chars": 0', '"min_chars": 3'))
     fork.run(**own, min_chars=3)
+
+
+def test_a_pin_that_lacks_something_is_explained(fork):
+    """Regression: KeyError: 'footer'."""
+    own = reader_of_csv(fork)
+    fork.edit("nanochat/source_csv.py", '"footer": hash_file(path), ', "")
+    refused = fork.run(**own, ok=False)
+    assert "nanochat.source_csv" in refused and "scan_file: footer: expected a string" in refused
+    assert "Traceback" not in refused
+
+
+def reader_of_csv(fork):
+    """Write the reader of docs/reference.md, and .csv files. Returns the flags with which it reads
+    them."""
+    page = (ROOT / "docs" / "reference.md").read_text()
+    _, _, rest = page.partition("cat >nanochat/source_csv.py <<'END'\n")
+    (fork.root / "nanochat" / "source_csv.py").write_text(rest.partition("END\n")[0])
+    folder = fork.base / "lines"
+    folder.mkdir()
+    for name in ("a", "b"):
+        lines = [f"{name}: document {i} of a few words\n" for i in range(300)]
+        (folder / f"{name}.csv").write_text("body\n" + "".join(lines))
+    return {"data_format": "csv", "data_path": folder, "text_field": "body"}
 
 
 COPIES = '''

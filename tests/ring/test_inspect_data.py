@@ -360,6 +360,13 @@ def test_no_question_is_answered_with_rows_that_the_run_did_not_train_on(
     )
 
 
+@pytest.mark.parametrize("name", ["rows", "ledger"])
+def test_a_range_for_a_single_step_is_explained(name):
+    """Regression: "invalid int value: '0:6'"."""
+    err = command(inspect_data.main, name, "run", "--step=0:6").err
+    assert "'0:6', expected one step" in err and "digest" in err and "--steps" in err
+
+
 @pytest.mark.parametrize("step", [4, 5])
 def test_cursors_with_a_wrong_length_are_named(run_dir, step):
     cursors = read_cursors(cursor_files(run_dir)[4])[1]

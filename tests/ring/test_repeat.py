@@ -266,18 +266,25 @@ def test_finished_seeds_are_shown_again_whatever_code_is_on_disk_now(warm_proces
         assert "nanochat/gpt.py: this is other" in refused("--name=p", *words)
 
 
-def test_code_that_is_edited_while_seeds_train_ends_the_command(warm_processes, monkeypatch):
+@pytest.mark.parametrize(
+    ("edited_after", "who", "trained"), [(1, "this is", 1), (2, "p-seed2 has", 2)]
+)
+def test_code_that_is_edited_while_seeds_train_ends_the_command(
+    warm_processes, monkeypatch, edited_after, who, trained
+):
+    """Regression: the next seed was trained to its end before."""
     launch = subprocess.run
 
-    def edit_after_the_first(command, **kwargs):
+    def edit_after_one(command, **kwargs):
         ended = launch(command, **kwargs)
-        if "--model-tag=p-seed1" in command:
+        if f"--model-tag=p-seed{edited_after}" in command:
             of_other_code(training.run_dir("p-seed1"))
         return ended
 
-    monkeypatch.setattr(subprocess, "run", edit_after_the_first)
-    with pytest.raises(ValueError, match=r"gpt\.py: p-seed2 has other model code than p-seed1"):
+    monkeypatch.setattr(subprocess, "run", edit_after_one)
+    with pytest.raises(ValueError, match=rf"gpt\.py: {who} other model code than p-seed1"):
         repeat.main(["--name=p", "--seeds=2", "--", *training.flags(model_tag=None)])
+    assert len(list_runs()) == trained
 
 
 def test_after_a_run_that_failed_no_other_one_begins(monkeypatch):

@@ -188,6 +188,14 @@ def test_a_rise_after_the_lowest_bits_per_byte_is_said(copied):
     assert "(lowest: 1.250000 at step 5)" in outcome.out
 
 
+def test_a_bucket_without_validation_data_is_named(run):
+    buckets = {"val_buckets": {"data": 2.0}, "train_bpb": {"data": 1.9, "math": 1.5}}
+    write_json(run / "eval.json", {**EVALUATION, **buckets})
+    assert "Validation has nothing of math." in make_report(RunReader(run))
+    write_json(run / "eval.json", EVALUATION)
+    assert "Validation has nothing" not in make_report(RunReader(run))
+
+
 def test_an_evaluation_of_an_older_checkpoint_does_not_replace_the_final_figures(run):
     """Regression: the row "after" had the value of the older checkpoint."""
     write_json(run / "eval.json", {**EVALUATION, "step": 6, "core": CORE})

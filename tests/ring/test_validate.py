@@ -349,6 +349,21 @@ def test_a_disk_that_will_be_full_is_no_ok(workplace, monkeypatch):
     assert "warning: training can start, but the disk" in out and "ok: training" not in out
 
 
+def test_a_run_on_a_disk_that_will_be_full_begins_with_a_warning(workplace, monkeypatch):
+    """Regression: only `validate` said it. Saves that are there need no more room."""
+    mix(workplace, 5, 0.01, allow_budget_mismatch="true")
+    settings = given(workplace, num_iterations=4, save_every=1)
+    assert "warning: the disk" not in training.succeed(**settings, model_tag="roomy").out
+    [size] = re.findall(r"a checkpoint takes about ([0-9.]+) MB", checked(**settings)[1])
+    usage = shutil.disk_usage(workplace)
+    free = int(float(size) * 1e6 * 3)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=free))
+    warning = f"warning: the disk will be full before the run ends: {free / 1e6:,.1f} MB free"
+    assert warning in training.succeed(**settings, model_tag="tight").out
+    longer = given(workplace, num_iterations=5, save_every=1, model_tag="tight")
+    assert "warning: the disk" not in training.succeed(**longer).out
+
+
 @pytest.mark.parametrize(
     ("changed", "number"),
     [

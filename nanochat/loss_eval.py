@@ -75,6 +75,10 @@ def in_nats(bits: float) -> float:
     return bits * math.log(2)
 
 
+class NothingToEvaluate(ValueError):
+    """No row has a target with a loss."""
+
+
 class Measured(NamedTuple):
     """What a rank has measured of its batches."""
 
@@ -86,7 +90,7 @@ def _bits_per_byte(measured: Sequence[Measured]) -> float:
     """The ratio of the two sums over several results of `_measure_own`."""
     num_bytes = sum(part.num_bytes for part in measured)
     if num_bytes == 0:
-        raise ValueError(
+        raise NothingToEvaluate(
             "nothing to evaluate: the validation data fills no row with text, or `steps` is 0; give it more "
             "text (--val-path, or for text files a larger --val-fraction), or use a smaller --max-seq-len"
         )

@@ -160,6 +160,8 @@ def print_passes(start: Starting, data: RunData) -> None:
 
 def two_digits(number: float) -> str:
     """A number with two significant digits, without an exponent: 0.071, 1.7, 106."""
+    if number < 0.001:
+        return "less than 0.001"
     return f"{number:.2g}" if number < 10 else f"{number:,.0f}"
 
 
@@ -277,7 +279,7 @@ def _ways(plan: Plan, lanes: str, *, resumes: bool) -> str:
     ways = ["shorten the run"]
     if resumes:
         ways.append("continue it with another curriculum as a fork (--fork-from)")
-    elif not plan.allowed:
+    elif not plan.allowed and len(plan.buckets) > 1:
         ways.append("give the bucket less weight")
     if not resumes:
         ways.append("allow more passes (max_epochs in the curriculum)")

@@ -79,10 +79,10 @@ EVENTS: dict[str, dict[str, object]] = {
 ENDS = ("completed", "stopped", "halted", "failed")  # events that end a launch
 EVAL_NAME = "eval.json"  # the result of base_eval for the newest step that it evaluated
 EVALUATION = {"step": int, "train_bpb": dict, "samples": dict}
-# of its train_bpb, which is of a sample as large as the validation data (`scripts.base_eval`)
+# of its train_bpb; see `scripts.base_eval.sample_of`
 TRAIN_SAMPLE = (
-    "The sample of the training files is as large as the validation data. It is a sign of overfitting only if the run "
-    "has read these files, and if the gap to validation is large; from a few documents, a gap may also be chance."
+    "The sample of the training files is a sign of overfitting only if the run has read these files, and if the gap to "
+    "validation is large; between a few documents, a gap may also be chance."
 )
 OF_BPB = {  # in an evaluation, unless it skipped them, or is of older code
     **dict.fromkeys(("val_bpb", "val_loss", "unigram_bpb"), float | None),
@@ -671,7 +671,7 @@ class RunReader:
         for bucket, account in self._ledger_at(step).items():
             manifest = self.manifests.get("train", {}).get(bucket, {"files": []})
             num_documents = sum(sum(entry["groups"]) for entry in manifest["files"])
-            if num_documents and account["read"]:
+            if num_documents and account["documents"]:  # another order counts none
                 left = 1 - account["pending"] / account["read"]
                 passes[bucket] = left * account["documents"] / num_documents
         return passes

@@ -76,7 +76,8 @@ class TokenSource(Source):
         if first.manifest is None:
             last = len(first) - 1
             is_rank0 = get_dist_info()[1] == 0
-            if is_rank0 and not first.ends_document(last, last + 1, self.bos)[0]:
+            is_empty = not first.lengths(last, last + 1)[0]
+            if is_rank0 and not is_empty and not first.ends_document(last, last + 1, self.bos)[0]:
                 _warn_of_end(first.path, self.bos)
             return
         theirs = first.manifest["tokenizer"]["fingerprint"]

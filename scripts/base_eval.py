@@ -57,7 +57,7 @@ from nanochat.dist import on_rank0
 from nanochat.engine import Engine, load_model
 from nanochat.files import find_files
 from nanochat.gpt import GPT
-from nanochat.loss_eval import evaluate_bpb, evaluate_buckets, in_nats
+from nanochat.loss_eval import NothingToEvaluate, evaluate_bpb, evaluate_buckets, in_nats
 from nanochat.order import StreamConfig
 from nanochat.pins import DATA_MANIFEST, read_manifests
 from nanochat.run_dir import config_at, find_run_at
@@ -276,8 +276,11 @@ def bits_per_byte(
     batches = batches_of(opened, args, model)
 
     # how much it evaluates
-    sources = [*data.val.values(), *samples.values()]
-    to_evaluate = sum(min(tokens_per_bucket, tokens_of(source)) for source in sources)
+    tokens_per_sample = {
+        name: tokens_per_bucket if name in data.val else num_tokens for name in samples
+    }
+    to_evaluate = sum(min(tokens_per_bucket, tokens_of(source)) for source in data.val.values())
+    to_evaluate += sum(min(tokens_per_sample[name], tokens_of(samples[name])) for name in samples)
     of_which = "validation and of the training files" if samples else "this text"
     print0(
         f"evaluating about {to_evaluate:,} tokens: up to {num_tokens:,} of {of_which} "
@@ -292,7 +295,9 @@ def bits_per_byte(
     val, val_buckets = evaluate_buckets(model, of_val, token_bytes)
     train = {}
     for name, source in samples.items():
-        train[name] = evaluate_bpb(model, batches(source, tokens_per_bucket), None, token_bytes)
+        rows = batches(source, tokens_per_sample[name])
+        with contextlib.suppress(NothingToEvaluate):  # --without-documents may list all of them
+            train[name] = evaluate_bpb(model, rows, None, token_bytes)
 
     result = {
         "eval_tokens": num_tokens,

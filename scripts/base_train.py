@@ -420,7 +420,9 @@ def forward_backward(training: Training) -> tuple[torch.Tensor, Shortage | None]
             table[rows.start : rows.stop] = values[: len(rows)]
         return table, None
     except Dry as e:
-        return table, Shortage(str(e), all_dry=e.bucket is None)
+        mix = training.settings.mix
+        is_only = mix is not None and len(mix.buckets) == 1
+        return table, Shortage(str(e), all_dry=e.bucket is None or is_only)
     except Stop:  # a stop was requested while the loader waited for data
         return table, Shortage()
 

@@ -197,9 +197,12 @@ def test_a_run_with_only_dry_buckets_halts_even_if_exhaustion_is_allowed(workpla
     ]
 
 
-def test_a_fork_of_a_run_whose_buckets_are_all_dry_needs_other_data(workplace):
-    """Regression: --allow-bucket-exhaustion was advised, which such a run had."""
-    halt(mix_file([(1000, {"tiny": 1})]), allow_bucket_exhaustion=True)
+@pytest.mark.parametrize("allowed", [None, True])
+def test_a_fork_of_a_run_whose_buckets_are_all_dry_needs_other_data(workplace, allowed):
+    """Regression: --allow-bucket-exhaustion was advised, which such a run had; and where there is no
+    other bucket."""
+    last = halt(mix_file([(1000, {"tiny": 1})]), allow_bucket_exhaustion=allowed)
+    assert "--allow-bucket-exhaustion" not in last
     with mock.patch.object(training, "flags", lambda **named: training.as_flags(named)):
         error = training.refuse(fork_from="run", model_tag="same")
     assert "--data-path" in error and "--allow-bucket-exhaustion" not in error

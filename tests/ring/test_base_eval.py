@@ -116,6 +116,8 @@ def test_the_passes_over_the_training_files_follow_from_the_cursors(run, first_r
     account = {"read": 1500, "pending": 300, "documents": 4 * num_documents}
     with mock.patch.object(RunReader, "_ledger_at", lambda *_: {"data": account}):
         assert reader.passes(STEPS) == pytest.approx({"data": 4 * 0.8})
+        account["documents"] = 0
+        assert reader.passes(STEPS) == {}, "an order that counts no documents"
 
 
 def trained_on(rows_of):
@@ -169,6 +171,24 @@ def test_a_sample_of_files_that_joined_in_a_fork_is_like_any_other(
     whole = open_source({**whole.manifest, "joined": [joined]}, whole.tokenizer)
     sample = base_eval.sample_of(whole, 400)
     assert trained_on(sample) == pytest.approx(base_eval.tokens_of(sample), rel=0.1)
+
+
+def test_a_sample_without_a_loss_is_left_out(run, first_result):
+    """Regression: "nothing to evaluate", and no result at all, where all its documents were among
+    those of --without-documents."""
+    pinned = run / "data_manifest.json"
+    before = pinned.read_text()
+    manifests = json.loads(before)
+    files = manifests["train"]["data"]["files"]
+    manifests["train"]["data"]["without"] = {entry["name"]: None for entry in files}
+    pinned.write_text(json.dumps(manifests))
+    try:
+        path = run / "without.json"
+        assert base_eval.main(["run", "--device-type=cpu", "--eval=bpb", f"--json={path}"]) == 0
+    finally:
+        pinned.write_text(before)
+    result = json.loads(path.read_text())
+    assert result["val_bpb"] == first_result["val_bpb"] and result["train_bpb"] == {}
 
 
 def test_a_sample_of_many_groups_reads_few(tmp_path):

@@ -166,7 +166,8 @@ def test_many_passes_name_the_share_of_overlaps_if_there_is_one(repeated):
 
 
 @pytest.mark.parametrize(
-    "number, text", [(0.0714, "0.071"), (1.66, "1.7"), (9.96, "10"), (106.1, "106")]
+    "number, text",
+    [(5e-5, "less than 0.001"), (0.0714, "0.071"), (1.66, "1.7"), (9.96, "10"), (106.1, "106")],
 )
 def test_passes_have_two_digits_and_no_exponent(number, text):
     """Regression: "this run reads them 1.1e+02 times"."""

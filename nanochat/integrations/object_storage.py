@@ -379,7 +379,8 @@ class Bucket:
     def _causes_of_the_path(self, failure: "Failure") -> "list[Cause]":
         """What may be wrong with the bucket, the key or the credentials."""
         no_credentials = re.search(r"169\.254\.169\.254|metadata\.google\.internal", failure.text)
-        service, _, _ = self.setting.partition("_")
+        keys = KEYS_HINT[self.scheme]
+        service, _, _ = keys.partition("_")
         or_public = ""
         if self.scheme != "msc":
             or_public = f", or {service}_SKIP_SIGNATURE=true for a public bucket"
@@ -387,7 +388,7 @@ class Bucket:
             Cause(
                 no_credentials is not None,
                 PermissionError,
-                f"no credentials; set {self.setting}{or_public}",
+                f"no credentials; set {keys}{or_public}",
             ),
             Cause(
                 failure.code == "NoSuchBucket",

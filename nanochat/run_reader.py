@@ -226,9 +226,15 @@ class RunReader:
 
     @property
     def shown_code(self) -> dict[str, str]:
-        """{file: the first digits of its hash} of the model code of all launches that took a step."""
-        launches = [launch for launch in self.launches if launch.last > launch.first]
-        return shown_code([*(launch.model_code for launch in launches), self.model_code])
+        """{file: the first digits of its hash} of the model code of all launches of which a step is
+        left: later ones may have taken all of them again."""
+        codes = [self.model_code]
+        again = math.inf
+        for launch in reversed(self.launches):
+            if launch.first < min(launch.last, again):
+                codes.append(launch.model_code)
+            again = min(again, launch.first)
+        return shown_code(reversed(codes))
 
     @cached_property
     def _newest_seal(self) -> dict[str, Any]:
@@ -671,7 +677,9 @@ class RunReader:
         for bucket, account in self._ledger_at(step).items():
             manifest = self.manifests.get("train", {}).get(bucket, {"files": []})
             num_documents = sum(sum(entry["groups"]) for entry in manifest["files"])
-            if num_documents and account["documents"]:  # another order counts none
+            if (
+                num_documents and account["documents"] and account["read"]
+            ):  # other orders count none
                 left = 1 - account["pending"] / account["read"]
                 passes[bucket] = left * account["documents"] / num_documents
         return passes

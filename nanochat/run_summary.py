@@ -355,7 +355,9 @@ def disk_room(start: Start) -> DiskRoom:
     fork = Fork.of(start.settings.fork)
     end = start.horizon.num_iterations
     number = start.settings.number_kept(end, fork_step=fork.step if fork else None)
-    more = max(1, number + 1 - len(list_checkpoints(start.run_dir)))
+    # with --resume=scratch, an older run is renamed and keeps its room
+    here = [] if start.settings.resume == "scratch" else list_checkpoints(start.run_dir)
+    more = max(1, number + 1 - len(here))
     return DiskRoom(
         begins=free >= min(COPIES, more) * num_bytes,
         lasts=free > more * num_bytes,

@@ -332,7 +332,7 @@ def train_all(
 
     def train(seed: int) -> float:
         tag = f"{name}-seed{seed}"
-        is_trained = is_complete(RunReader(run_path(tag)))
+        is_trained = settings.resume != "scratch" and is_complete(RunReader(run_path(tag)))
         if jobs == 1 and seed != seeds[0] and not is_trained:  # the code may have been edited
             earlier = RunReader(runs[0].run_dir)
             check_code(earlier, code_now(earlier.model_code), "this is")

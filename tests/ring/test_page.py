@@ -284,6 +284,11 @@ def test_a_launch_with_other_model_code_says_so(runs, tmp_path):
         write_json(run / "checkpoints" / "final" / "trainer_state.json", final)
     _, *codes = differing_settings([RunReader(run) for run in paths])[0]
     assert codes == ["11111111, then 22222222", "22222222"]
+    for line in lines:
+        if line.get("model_code") == final["model_code"]:
+            line["step"] = 0  # all earlier steps were taken again
+    log.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    assert RunReader(path).shown_code == {"nanochat/gpt.py": "22222222"}
 
 
 def test_of_more_than_three_runs_only_smoothed_curves_are_drawn(runs, tmp_path):

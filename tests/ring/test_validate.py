@@ -362,6 +362,8 @@ def test_a_run_on_a_disk_that_will_be_full_begins_with_a_warning(workplace, monk
     assert warning in training.succeed(**settings, model_tag="tight").out
     longer = given(workplace, num_iterations=5, save_every=1, model_tag="tight")
     assert "warning: the disk" not in training.succeed(**longer).out
+    again = longer | {"resume": "scratch", "force": True}
+    assert "ok: training can start" not in checked(**again)[1], "the old run keeps its room"
 
 
 @pytest.mark.parametrize(

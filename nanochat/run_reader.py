@@ -114,7 +114,7 @@ class Launch:
     @property
     def model_code(self) -> dict[str, str]:
         """{file: hash} of the code of the model; empty in older logs."""
-        return self.started.get("model_code") or {}
+        return self.started.get("model_code", {})
 
 
 def sample_name(bucket: str, evaluation: Mapping[str, Any]) -> str:
@@ -426,6 +426,11 @@ class RunReader:
             step = record["step"]
             event = record.get("event")  # None for a step
             if event == "started":
+                code = record.get("model_code", {})
+                self._check_record({**record, "model_code": code}, {"model_code": dict})
+                self._check_record(
+                    {**record, "model_code": [*code.values()]}, {"model_code": [str]}
+                )
                 begun = Launch(record, step, step)
                 if launches:
                     previous = launches[-1]

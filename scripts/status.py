@@ -108,10 +108,12 @@ def cells(run: dict[str, Any]) -> dict[str, Any]:
     progress = f"{show(step)}/{show(total)}"
     if step is not None and total:
         progress += f" ({100 * step / total:.1f} %)"
-    saved = run.get("saved_step")
+    saved = run.get("saved_step")  # from where a resume continues
     if run["shown"] in RESUMABLE and step is not None and (saved or 0) < step:
-        # from where a resume continues
-        progress += ", nothing saved" if saved is None else f", saved {saved:,}"
+        if saved is not None:
+            progress += f", saved {saved:,}"
+        elif run.get("checkpoint") is None:  # else its checkpoints are elsewhere, or deleted
+            progress += ", nothing saved"
     bpb, bpb_step = run["val_bpb"], run.get("val_step")
     if bpb is not None and bpb_step is not None:
         bpb = f"{show(Bits(bpb))} at step {bpb_step:,}"

@@ -353,6 +353,10 @@ def test_a_run_that_ended_before_its_first_save_says_so(base, capsys, state, ste
     fake_run(base, "a", state, step=step, num_iterations=3000)
     status.main(["a"])
     assert ("nothing saved" in capsys.readouterr().out) == is_lost
+    # its checkpoints are elsewhere, as those of docs/example
+    fake_run(base, "b", state, step=step, num_iterations=3000, checkpoint="checkpoint-20")
+    status.main(["b"])
+    assert "nothing saved" not in capsys.readouterr().out
 
 
 def test_the_tokens_of_a_fork_are_those_of_its_ancestors_and_its_own(base, capsys):

@@ -20,15 +20,14 @@ come much later: a longer run has the same rates until the warmdown of the short
 """
 
 import enum
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from nanochat.cli import Decides
 from nanochat.config import Settings, changes_of, known_settings
-from nanochat.model_code import CODE_OF
+from nanochat.model_code import CODE_OF, code_changes
 from nanochat.run_reader import RunReader
 from nanochat.schedule import HorizonSettings, Schedule, ScheduleSettings
 
@@ -38,7 +37,7 @@ SCHEDULED = {*RATES, "weight_decay", *HORIZON, *(f.name for f in fields(Schedule
 # settings that decide rows only together with the files that they name
 OF_ROWS = {"data_path", "without_documents", "skip_steps"}
 # settings whose change may leave the first steps as they were: a document that is not yet due, a
-# gradient that is not clipped; model code may, too
+# gradient that is not clipped
 MAY_ACT_LATER = {
     *("curriculum", "data_path", "without_documents", "max_grad_norm", "skip_spikes"),
     *("allow_bucket_exhaustion",),
@@ -127,11 +126,12 @@ def find_parting(a: Sequence[Stretch], b: Sequence[Stretch]) -> Parting | None:
 
 
 def stage_of(name: str, known: dict[str, Any]) -> Stage | None:
-    """Where a changed setting acts first in a step; None if it decides no bit."""
+    """Where a changed setting acts first in a step; None if it decides no bit, and for model code,
+    which a later launch may have changed back (see `effects_of_code`)."""
     if name in SCHEDULED:
         return Stage.UPDATE
     if name.startswith(CODE_OF):
-        return Stage.LOSS
+        return None
     if name in OF_ROWS or name not in known:
         return Stage.ROWS
     decides = known[name].metadata["decides"]
@@ -168,27 +168,38 @@ def effects_of(parting: Parting, last: int) -> list[Effect]:
         if stage is Stage.UPDATE:
             scheduled.append((step, name))
         elif stage is not None:
-            may_be_later = name in MAY_ACT_LATER or name.startswith(CODE_OF)
-            effects.append(Effect(step, stage, [name], may_be_later))
+            effects.append(Effect(step, stage, [name], name in MAY_ACT_LATER))
     step_of_rates = first_other_rates(parting, last)
     if step_of_rates is not None:
         names = dict.fromkeys(name for step, name in scheduled if step <= step_of_rates)
         # a resume may change the horizon, too
         effects.append(Effect(step_of_rates, Stage.UPDATE, [*names] or ["num_iterations"]))
-    return sorted([*effects, *effects_of_resumes(parting)])
+    return sorted([*effects, *effects_of_code(parting)])
 
 
-def effects_of_resumes(parting: Parting) -> Iterator[Effect]:
-    """The effects of model code that changed between two launches of a run."""
-    for rest in (parting.a, parting.b):
-        stretches = [parting.common, *rest]
-        ends = [stretch.first for stretch in rest]
-        for stretch, end in zip(stretches, [*ends, math.inf]):
-            begin = max(parting.step, stretch.first)
-            for launch in stretch.run.launches if stretch.run else ():
-                if launch.other_code and begin <= launch.first < end:
-                    names = [f"{CODE_OF}{file}" for file in launch.other_code]
-                    yield Effect(launch.first, Stage.LOSS, names, may_be_later=True)
+def effects_of_code(parting: Parting) -> Iterator[Effect]:
+    """The effects of model code in which two histories differ, from each step on at which a launch of
+    either began to differ. Launches of older code did not log theirs."""
+    sides = [[parting.common, *rest] for rest in (parting.a, parting.b)]
+    begins = {parting.step}
+    for side in sides:
+        begins |= {stretch.first for stretch in side}
+        begins |= {launch.first for s in side if s.run is not None for launch in s.run.launches}
+    known: dict[str, list[str]] = {}
+    for step in sorted(step for step in begins if step >= parting.step):
+        ours, theirs = (code_at(side, step) for side in sides)
+        differing = code_changes(ours, theirs)
+        if names := [name for name in differing if differing[name] != known.get(name)]:
+            yield Effect(step, Stage.LOSS, names, may_be_later=True)
+        known = differing
+
+
+def code_at(history: Sequence[Stretch], step: int) -> Mapping[str, str]:
+    """{file: hash} of the model code with which a history took a step; empty if it is not known."""
+    stretch = next(stretch for stretch in reversed(history) if stretch.first <= step)
+    launches = stretch.run.launches if stretch.run is not None else []
+    # a later launch may have taken steps again
+    return next((one.model_code for one in reversed(launches) if one.first <= step), {})
 
 
 class Rates:

@@ -455,22 +455,39 @@ def test_a_fork_that_changes_nothing_equals_its_parent_from_its_first_step_on(fa
 def test_the_first_difference_is_compared_with_the_one_that_the_changes_must_make(
     family, changes, name, first, expected
 ):
-    differ(make_fork(family, "b", "a", 4, **changes), name, first)
+    path = make_fork(family, "b", "a", 4, **changes)
+    if changes is CODE:
+        of_other_code(path)
+    differ(path, name, first)
     *_, verdict = parting("a", "b")
     assert verdict.startswith(expected)
     assert parting("b", "a")[3] == verdict, "the order of the arguments matters"
+
+
+def begin_launch(path, step, code):
+    """Log that a launch began with other model code."""
+    of_launch = {"world_size": 1, "device": "cpu", "torch": ""}
+    code = {"nanochat/gpt.py": code * 32}
+    record_event(path, "started", step=step, **of_launch, model_code=code)
 
 
 def test_model_code_that_changed_between_two_launches_explains_a_difference(family):
     """Regression: it was unexpected, because no change should act by then."""
     path = make_fork(family, "b", "a", 4)
     differ(path, "loss", 6)
-    of_launch = {"world_size": 1, "device": "cpu", "torch": ""}
-    for step in (3, 6):  # the first is of the common history
-        code = {"nanochat/gpt.py": str(step) * 32}
-        record_event(path, "started", step=step, **of_launch, model_code=code)
+    begin_launch(path, 6, "6")
     for verdict in (parting("a", "b")[3], parting("b", "a")[3]):
         assert verdict.startswith("as expected: the loss of step 6 is the first difference: code")
+
+
+def test_model_code_that_changed_alike_in_both_explains_nothing(family):
+    """Regression: the change counted on each side, and a loss that differed was "as expected"."""
+    path = make_fork(family, "b", "a", 4, **CODE)
+    for run in (training.run_dir("a"), path):
+        begin_launch(run, 4, "2")
+    assert parting("a", "b")[3].startswith("as expected: they do the same")
+    differ(path, "loss", 6)
+    assert parting("a", "b")[3].startswith("unexpected: no change should act by then")
 
 
 @pytest.mark.parametrize(

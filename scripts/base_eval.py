@@ -250,6 +250,30 @@ def batches_of(
     return batches
 
 
+class Part(NamedTuple):
+    """Text to evaluate: a bucket, or a sample of one."""
+
+    source: Source
+    num_tokens: int  # at most this many of it
+
+
+def parts_of(data: RunData, num_tokens: int) -> tuple[dict[str, Part], dict[str, Part]]:
+    """({bucket: validation data}, {bucket: sample of its training files}) to evaluate. All of
+    validation has `num_tokens`, and each sample as many as the data that validates its bucket."""
+    of_each = num_tokens // len(data.val)
+    val = {name: Part(source, of_each) for name, source in data.val.items()}
+    samples = {}
+    for name, source in data.train.items():
+        if len(source.groups) == 0:
+            continue
+        if name in data.val:
+            size, limit = tokens_of(data.val[name]), of_each
+        else:  # all of validation validates it
+            size, limit = sum(map(tokens_of, data.val.values())), num_tokens
+        samples[name] = Part(sample_of(source, size), limit)
+    return val, samples
+
+
 def bits_per_byte(
     args: argparse.Namespace, model: GPT, run_dir: Path, opened: Opened
 ) -> dict[str, Any]:
@@ -267,20 +291,12 @@ def bits_per_byte(
         data = open_data(manifests, tokenizer)
     token_bytes = tokenizer.token_bytes()
     num_tokens = settings.eval_tokens if args.eval_tokens == -1 else args.eval_tokens
-    tokens_per_bucket = num_tokens // len(data.val)
-    samples = {}
-    for name, source in data.train.items():
-        if len(source.groups):
-            as_large_as = [data.val[name]] if name in data.val else data.val.values()
-            samples[name] = sample_of(source, sum(map(tokens_of, as_large_as)))
+    val, samples = parts_of(data, num_tokens)
     batches = batches_of(opened, args, model)
 
     # how much it evaluates
-    tokens_per_sample = {
-        name: tokens_per_bucket if name in data.val else num_tokens for name in samples
-    }
-    to_evaluate = sum(min(tokens_per_bucket, tokens_of(source)) for source in data.val.values())
-    to_evaluate += sum(min(tokens_per_sample[name], tokens_of(samples[name])) for name in samples)
+    parts = [*val.values(), *samples.values()]
+    to_evaluate = sum(min(part.num_tokens, tokens_of(part.source)) for part in parts)
     of_which = "validation and of the training files" if samples else "this text"
     print0(
         f"evaluating about {to_evaluate:,} tokens: up to {num_tokens:,} of {of_which} "
@@ -289,22 +305,22 @@ def bits_per_byte(
 
     # the model
     model.attention_mode = settings.attention_mode
-    of_val = {name: batches(source, tokens_per_bucket) for name, source in data.val.items()}
+    of_val = {name: batches(*part) for name, part in val.items()}
     first = next(iter(of_val))
     of_val[first] = with_estimate(of_val[first], to_evaluate)
-    val, val_buckets = evaluate_buckets(model, of_val, token_bytes)
-    train = {}
-    for name, source in samples.items():
-        rows = batches(source, tokens_per_sample[name])
+    val_bpb, val_buckets = evaluate_buckets(model, of_val, token_bytes)
+    train_bpb = {}
+    for name, part in samples.items():
         with contextlib.suppress(NothingToEvaluate):  # --without-documents may list all of them
-            train[name] = evaluate_bpb(model, rows, None, token_bytes)
-
+            train_bpb[name] = evaluate_bpb(model, batches(*part), None, token_bytes)
     result = {
         "eval_tokens": num_tokens,
-        "val_bpb": val,
+        "val_bpb": val_bpb,
         "val_buckets": val_buckets,
-        "train_bpb": train,
+        "train_bpb": train_bpb,
     }
+
+    # the unigram model, on the same validation rows
     if data.train:
         nats = on_rank0(lambda: unigram_nats(stored, config, args.unigram_tokens))
         nats = nats.to(model.get_device())
@@ -312,9 +328,7 @@ def bits_per_byte(
         def unigram(x: Tensor, y: Tensor, *, loss_reduction: str) -> Tensor:
             return nats[y.clamp(min=0)]
 
-        pairs = {}
-        for name, source in data.val.items():
-            pairs[name] = inputs_and_targets(batches(source, tokens_per_bucket))
+        pairs = {name: inputs_and_targets(batches(*part)) for name, part in val.items()}
         result["unigram_bpb"], _ = evaluate_buckets(unigram, pairs, token_bytes)
     return result if tokenizer.knows_bytes else result_in_nats(result)
 
@@ -334,10 +348,14 @@ def sample_of(source: Source, num_tokens: int) -> Source:
     manifest = source.manifest.copy()
     manifest.pop("joined", None)
     sample = open_source(manifest, source.tokenizer)
+
+    # the share of documents to take from each of SAMPLE_GROUPS groups; 1 if these have too few
     num_groups = len(sample.groups)
     groups_needed = num_groups * num_tokens / max(1, tokens_of(sample))
-    of_each = min(1.0, groups_needed / min(num_groups, SAMPLE_GROUPS))
-    wanted = np.ceil(of_each * sample.groups).astype(np.int64)
+    share = min(1.0, groups_needed / min(num_groups, SAMPLE_GROUPS))
+    wanted = np.ceil(share * sample.groups).astype(np.int64)
+
+    # the first documents of groups in random order, until there are enough tokens
     order = np.random.default_rng(0).permutation(num_groups)
     tokens = (wanted * sample.means)[order]
     chosen = order[np.cumsum(tokens) - tokens < num_tokens]

@@ -16,6 +16,7 @@ training documents that share n-grams of words with some, for --without-document
 Exit code: 1 if a check fails or the plan shows that the run does not reach its last step, else 0.
 """
 
+import argparse
 import os
 import time
 from collections.abc import Sequence
@@ -53,7 +54,7 @@ from nanochat.run_stop import deadline
 from nanochat.run_summary import disk_room, print_split, settings_notes
 from nanochat.start_run import Run, Start, complete_settings, find_data, inspect_run
 from nanochat.text import TEXT_FIELD
-from nanochat.tokenizer import JSON_FILE, default_tokenizer
+from nanochat.tokenizer import JSON_FILE, Tokenizer, default_tokenizer
 
 LEGEND = """\
 trained: tokens in rows, with the repeated ones; usable: until the first lane runs dry, "-" if that is not in sight
@@ -108,44 +109,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.fork_from is not None and not args.model_tag:
         args.model_tag = f"fork-{os.getpid()}"  # nothing starts, so any free name will do
         default = " (to train it, name it with --model-tag)"
-    unsaved = unsaved_step(args.fork_from)
-    if unsaved is not None:
-        check_step(find_run_at(args.fork_from)[0], unsaved)
-        raise ValueError(
-            f"--fork-from={args.fork_from}: this step was not saved, so where its data stands is not known; "
-            f"make its checkpoint with python -m scripts.replay {args.fork_from}, or name a saved step"
-        )
-    idle = [name for name in ("ngram", "list") if name in args.named]
-    if idle and not args.decontaminate:
-        raise ValueError(
-            f"--{idle[0]}: has no effect without --decontaminate; name a benchmark there"
-        )
+    check_flags(args)
     settings = from_flags(args)
     brings_run = check_launch(settings)
     ok("flags")
     device = torch.device(settings.device_type or autodetect_device_type())
-    try:
-        settings, tokenizer = complete_settings(settings, args.world_size, device.type)
-    except FileNotFoundError:
-        if not brings_run or has_tokenizer(settings):
-            raise
-        raise FileNotFoundError(
-            "tokenizer: none is here, and a launch would fetch the run's own from its mirror; start it "
-            "without the rest of this check, and train no other tokenizer"
-        ) from None
-    ok(f"tokenizer {tokenizer.fingerprint}, {tokenizer.get_vocab_size():,} tokens")
+    settings, tokenizer = complete(settings, args.world_size, device, brings_run)
     start, refused = inspect(settings, device, args.named)
-    model = build_model(start.settings)
-    num_steps = counted(start.horizon.own_steps, "step")
-    ok(
-        f"configuration: {num_steps} of {start.settings.total_batch_size:,} tokens, "
-        f"{sum(p.numel() for p in model.parameters()):,} parameters, {counted(args.world_size, 'process')}"
-    )
-    for note in settings_notes(start, args.named):
-        print(f"note: {note}")
-    if device.type == "cuda":
-        parts = estimate_memory(start.settings, device_memory(device, args.world_size))
-        ok(f"{describe_memory(parts)}, with --device-batch-size={start.settings.device_batch_size}")
+    report_configuration(start, args, device)
     if not refused:
         ok(f"run directory {start.run_dir}{default}: {beginning(start)}")
     if start.seal.get("status") == "halted" and (over := start.over()) is not None:
@@ -156,13 +127,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     print_split(run)
     if args.decontaminate:
         decontaminate(run, args.decontaminate, args.ngram, args.list)
-    order = order_of(run.settings)
-    if not order.has_plan:
-        readings = order.reads(run.settings, run.data.train, run.cursors, run.steps_to_read)
-        sentence, notes = readings_text(readings)
-        ok(sentence)
-        for note in notes:
-            print(f"warning: {note}")
+    if not order_of(run.settings).has_plan:
+        report_readings(run)
         return EXIT_FAILED if refused else 0
     plan = make_run_plan(run, run.data)
     if args.plot:
@@ -177,6 +143,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0 if is_good and not refused else EXIT_FAILED
 
 
+def check_flags(args: argparse.Namespace) -> None:
+    """ValueError for a step that was not saved, or a flag without effect."""
+    unsaved = unsaved_step(args.fork_from)
+    if unsaved is not None:
+        check_step(find_run_at(args.fork_from)[0], unsaved)
+        raise ValueError(
+            f"--fork-from={args.fork_from}: this step was not saved, so where its data stands is not known; "
+            f"make its checkpoint with python -m scripts.replay {args.fork_from}, or name a saved step"
+        )
+    idle = [name for name in ("ngram", "list") if name in args.named]
+    if idle and not args.decontaminate:
+        raise ValueError(
+            f"--{idle[0]}: has no effect without --decontaminate; name a benchmark there"
+        )
+
+
 def check_launch(settings: Settings) -> bool:
     """Check what a launch needs besides its run: time, and the place of its mirror. Returns whether
     it would fetch the run from there. ValueError or OSError if it would be refused."""
@@ -189,10 +171,55 @@ def check_launch(settings: Settings) -> bool:
     return brings_run
 
 
+def complete(
+    settings: Settings, world_size: int, device: torch.device, brings_run: bool
+) -> tuple[Settings, Tokenizer]:
+    """The settings with what follows from the tokenizer, and the tokenizer. FileNotFoundError if
+    there is none; `brings_run`: whether a launch would fetch it with its run."""
+    try:
+        settings, tokenizer = complete_settings(settings, world_size, device.type)
+    except FileNotFoundError:
+        if not brings_run or has_tokenizer(settings):
+            raise
+        raise FileNotFoundError(
+            "tokenizer: none is here, and a launch would fetch the run's own from its mirror; start it "
+            "without the rest of this check, and train no other tokenizer"
+        ) from None
+    ok(f"tokenizer {tokenizer.fingerprint}, {tokenizer.get_vocab_size():,} tokens")
+    return settings, tokenizer
+
+
 def has_tokenizer(settings: Settings) -> bool:
     """Whether the settings name a tokenizer, or one is beside the data."""
     data_path = settings.data_path and os.path.expanduser(as_path(settings.data_path))
     return settings.tokenizer is not None or (default_tokenizer(data_path) / JSON_FILE).is_file()
+
+
+def report_configuration(start: Start, args: argparse.Namespace, device: torch.device) -> None:
+    """Print the size of the run and of its model, notes about its settings, and on a GPU the memory
+    that it needs."""
+    settings = start.settings
+    num_steps = counted(start.horizon.own_steps, "step")
+    parameters = sum(p.numel() for p in build_model(settings).parameters())
+    ok(
+        f"configuration: {num_steps} of {settings.total_batch_size:,} tokens, {parameters:,} parameters, "
+        f"{counted(args.world_size, 'process')}"
+    )
+    for note in settings_notes(start, args.named):
+        print(f"note: {note}")
+    if device.type == "cuda":
+        parts = estimate_memory(settings, device_memory(device, args.world_size))
+        ok(f"{describe_memory(parts)}, with --device-batch-size={settings.device_batch_size}")
+
+
+def report_readings(run: Run) -> None:
+    """Print what a run reads in an order without a plan."""
+    order = order_of(run.settings)
+    readings = order.reads(run.settings, run.data.train, run.cursors, run.steps_to_read)
+    sentence, notes = readings_text(readings)
+    ok(sentence)
+    for note in notes:
+        print(f"warning: {note}")
 
 
 def inspect(settings: Settings, device: torch.device, named: Sequence[str]) -> tuple[Start, bool]:

@@ -705,7 +705,7 @@ def split_weights(data_path: str) -> tuple[str, list[float] | None]:
     weighted = len(parts) % 2 == 0 and all(
         re.fullmatch(r"(\d+(\.\d*)?|\.\d+)(e-?\d+)?", part) for part in parts[::2]
     )
-    if not weighted or exists(as_path(data_path)):
+    if not parts or not weighted or exists(as_path(data_path)):
         return data_path, None
     return ",".join(parts[1::2]), [float(part) for part in parts[::2]]
 

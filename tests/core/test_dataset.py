@@ -343,6 +343,7 @@ def test_hundreds_of_prefixes_are_longer_than_any_path_and_are_found(tmp_path):
     assert len(prefixes) > 4095
     assert len(split_train_val(data_at(prefixes), data_format="megatron")["train"]["data"]) == 59
     assert split_weights(prefixes) == (prefixes, None)
+    assert split_weights("\n") == ("\n", None), "not an empty list of weights"
     data = {"data_path": prefixes, "data_format": "megatron"}
     pinned = {}
     for settings in (

@@ -32,6 +32,8 @@ from tests.toy import EPS
 
 T, EVAL_TOKENS = training.T, RUN["eval_tokens"]
 MODES, KINDS = "core,bpb,sample", ("choices", "schema", "text")
+# counting the default 4 M tokens in rows this short would take most of the time of these tests
+QUICK = ("--device-type=cpu", "--unigram-tokens=2000")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -62,8 +64,7 @@ def first_result(base):
         base_eval.main(
             [
                 "run",
-                "--device-type=cpu",
-                "--unigram-tokens=2000",
+                *QUICK,
                 f"--eval={MODES}",
                 "--device-batch-size=8",
             ]
@@ -184,7 +185,7 @@ def test_a_sample_without_a_loss_is_left_out(run, first_result):
     pinned.write_text(json.dumps(manifests))
     try:
         path = run / "without.json"
-        assert base_eval.main(["run", "--device-type=cpu", "--eval=bpb", f"--json={path}"]) == 0
+        assert base_eval.main(["run", *QUICK, "--eval=bpb", f"--json={path}"]) == 0
     finally:
         pinned.write_text(before)
     result = json.loads(path.read_text())
@@ -207,7 +208,7 @@ def test_other_text_is_evaluated_without_the_data_of_the_run(run, first_result, 
     for file in pinned["files"]:
         (kept_aside / file["name"]).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(Path(pinned["root"], file["name"]), kept_aside / file["name"])
-    argv = ["run", "--device-type=cpu", "--eval=bpb,sample"]
+    argv = ["run", *QUICK, "--eval=bpb,sample"]
     with hidden(Path(pinned["root"])):
         out = tmp_path / "same.json"
         assert command(base_eval.main, *argv, f"--val-path={kept_aside}", f"--json={out}").code == 0
@@ -224,7 +225,7 @@ def test_other_text_is_evaluated_without_the_data_of_the_run(run, first_result, 
 
 def test_what_is_not_evaluated_again_stays_in_the_result(run, first_result):
     """Regression: --eval=sample deleted bits per byte and CORE from the report."""
-    argv = ["run", "--device-type=cpu", "--eval-tokens=64"]
+    argv = ["run", *QUICK, "--eval-tokens=64"]
     assert command(base_eval.main, *argv, "--eval=sample").code == 0
     again = json.loads((run / "eval.json").read_text())
     assert {**again, "seconds": 0} == {**first_result, "seconds": 0}
@@ -250,7 +251,7 @@ def test_the_number_of_tokens_is_that_of_the_launch_that_took_the_step(copied, t
     training.succeed(num_iterations=STEPS + 3, save_every=1, eval_tokens=2 * T)
     bpb = {event["step"]: event["bpb"] for event in training.events("val")}
     for name, step, tokens in ((f"run@{STEPS}", STEPS, EVAL_TOKENS), ("run", STEPS + 3, 2 * T)):
-        assert command(base_eval.main, name, "--device-type=cpu", "--eval=bpb").code == 0
+        assert command(base_eval.main, name, *QUICK, "--eval=bpb").code == 0
         result = result_of(step)
         assert (result["val_bpb"], result["eval_tokens"]) == (bpb[step], tokens)
     assert command(average.main, "run", "--last=2").code == 0

@@ -111,6 +111,12 @@ def stop_after(step, place, **changed):
     return run.text()
 
 
+def stopped_at_step_5():
+    """Stop the run after step 5 with a signal."""
+    hurry()
+    training.after_step(5, partial(training.send, signal.SIGTERM))
+
+
 def kill_once_mirrored(step):
     """Kill the process after a step, once all saves before it are mirrored."""
     hurry()
@@ -320,8 +326,7 @@ def test_after_a_fetch_a_launch_that_fails_leaves_the_end_of_the_newest_launch(
     with machine("a"):
         stop_after(3, place)
     with machine("b"):
-        stop = partial(training.after_step, 5, partial(training.send, signal.SIGTERM))
-        run = training.start(hook=stop, mirror_to=place)
+        run = training.start(hook=stopped_at_step_5, mirror_to=place)
         assert run.wait() == [0], run.text()
         there, ended = shown(capsys)
     with machine("a"):

@@ -20,6 +20,7 @@ come much later: a longer run has the same rates until the warmdown of the short
 """
 
 import enum
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -126,12 +127,11 @@ def find_parting(a: Sequence[Stretch], b: Sequence[Stretch]) -> Parting | None:
 
 
 def stage_of(name: str, known: dict[str, Any]) -> Stage | None:
-    """Where a changed setting acts first in a step; None if it decides no bit, and for model code,
-    which a later launch may have changed back (see `effects_of_code`)."""
+    """Where a changed setting acts first in a step; None if it decides no bit."""
     if name in SCHEDULED:
         return Stage.UPDATE
     if name.startswith(CODE_OF):
-        return None
+        return Stage.LOSS
     if name in OF_ROWS or name not in known:
         return Stage.ROWS
     decides = known[name].metadata["decides"]
@@ -167,26 +167,39 @@ def effects_of(parting: Parting, last: int) -> list[Effect]:
         stage = stage_of(name, known)
         if stage is Stage.UPDATE:
             scheduled.append((step, name))
-        elif stage is not None:
-            effects.append(Effect(step, stage, [name], name in MAY_ACT_LATER))
+        elif stage is not None and not (name.startswith(CODE_OF) and has_code(parting, step)):
+            may_be_later = name in MAY_ACT_LATER or name.startswith(CODE_OF)
+            effects.append(Effect(step, stage, [name], may_be_later))
     step_of_rates = first_other_rates(parting, last)
     if step_of_rates is not None:
         names = dict.fromkeys(name for step, name in scheduled if step <= step_of_rates)
         # a resume may change the horizon, too
         effects.append(Effect(step_of_rates, Stage.UPDATE, [*names] or ["num_iterations"]))
-    return sorted([*effects, *effects_of_code(parting)])
+    return sorted([*effects, *effects_of_code(parting, last)])
 
 
-def effects_of_code(parting: Parting) -> Iterator[Effect]:
-    """The effects of model code in which two histories differ, from each step on at which a launch of
-    either began to differ. Launches of older code did not log theirs."""
-    sides = [[parting.common, *rest] for rest in (parting.a, parting.b)]
+def sides_of(parting: Parting) -> list[list[Stretch]]:
+    """What each history has from the last common run on."""
+    return [[parting.common, *rest] for rest in (parting.a, parting.b)]
+
+
+def has_code(parting: Parting, step: int) -> bool:
+    """Whether the model code of a step is logged on both sides. If so, it tells more than the change that
+    a fork has recorded: a later launch may have changed the code back."""
+    return all(code_at(side, step) for side in sides_of(parting))
+
+
+def effects_of_code(parting: Parting, last: int) -> Iterator[Effect]:
+    """The effects of model code in which two histories differ, up to the step `last`: one for each step
+    from which on another launch took the steps of either. Launches of older code did not log theirs."""
+    sides = sides_of(parting)
     begins = {parting.step}
-    for side in sides:
-        begins |= {stretch.first for stretch in side}
-        begins |= {launch.first for s in side if s.run is not None for launch in s.run.launches}
+    for stretch in itertools.chain(*sides):
+        begins.add(stretch.first)
+        for launch in stretch.run.launches if stretch.run is not None else ():
+            begins |= {launch.first, launch.last}
     known: dict[str, list[str]] = {}
-    for step in sorted(step for step in begins if step >= parting.step):
+    for step in sorted(step for step in begins if parting.step <= step <= last):
         ours, theirs = (code_at(side, step) for side in sides)
         differing = code_changes(ours, theirs)
         if names := [name for name in differing if differing[name] != known.get(name)]:
@@ -196,10 +209,9 @@ def effects_of_code(parting: Parting) -> Iterator[Effect]:
 
 def code_at(history: Sequence[Stretch], step: int) -> Mapping[str, str]:
     """{file: hash} of the model code with which a history took a step; empty if it is not known."""
-    stretch = next(stretch for stretch in reversed(history) if stretch.first <= step)
-    launches = stretch.run.launches if stretch.run is not None else []
-    # a later launch may have taken steps again
-    return next((one.model_code for one in reversed(launches) if one.first <= step), {})
+    run = next((stretch.run for stretch in reversed(history) if stretch.first <= step), None)
+    launch = run.launch_of(step) if run is not None else None
+    return launch.model_code if launch is not None else {}
 
 
 class Rates:

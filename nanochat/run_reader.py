@@ -106,6 +106,7 @@ class Launch:
     events: list[dict[str, Any]] = field(default_factory=list)  # all other events
     # files of the model's code that are not those of the launch before
     other_code: list[str] = field(default_factory=list)
+    has_steps: bool = False  # whether it took a step that no later launch has taken again
 
     @property
     def world_size(self) -> int:
@@ -220,21 +221,22 @@ class RunReader:
 
     @property
     def model_code(self) -> dict[str, str]:
-        """{file: hash} of the code of the model that the newest checkpoint was trained with (see
-        `nanochat.model_code`); empty without one, and for those of older code."""
-        return self._newest_seal.get("model_code", {})
+        """{file: hash} of the model code that trained the run last (see `nanochat.model_code`); empty if
+        neither a launch nor a checkpoint tells it, as those of older code."""
+        return self._codes[-1]
 
     @property
     def shown_code(self) -> dict[str, str]:
-        """{file: the first digits of its hash} of the model code of all launches of which a step is
-        left: later ones may have taken all of them again."""
-        codes = [self.model_code]
-        again = math.inf
-        for launch in reversed(self.launches):
-            if launch.first < min(launch.last, again):
-                codes.append(launch.model_code)
-            again = min(again, launch.first)
-        return shown_code(reversed(codes))
+        """{file: the first digits of its hash} of all model code that trained the run."""
+        return shown_code(self._codes)
+
+    @cached_property
+    def _codes(self) -> list[dict[str, str]]:
+        """The model code of all launches of which a step is left, in order. If none is left, that of the
+        newest launch; if no launch has logged it, that of the newest checkpoint."""
+        left = [launch for launch in self.launches if launch.has_steps]
+        logged = [launch.model_code for launch in left or self.launches[-1:] if launch.model_code]
+        return logged or [self._newest_seal.get("model_code", {})]
 
     @cached_property
     def _newest_seal(self) -> dict[str, Any]:
@@ -422,6 +424,7 @@ class RunReader:
     def launches(self) -> list[Launch]:
         """The launches, in order."""
         launches: list[Launch] = []
+        taken_by: dict[int, Launch] = {}
         for record in self._records:
             step = record["step"]
             event = record.get("event")  # None for a step
@@ -441,13 +444,16 @@ class RunReader:
             if not launches:
                 continue
             launch = launches[-1]
-            steps_done = step + 1 if event is None else step
-            launch.last = max(launch.last, steps_done)
-            if event in ENDS:
+            launch.last = max(launch.last, step + 1 if event is None else step)
+            if event is None:
+                taken_by[step] = launch
+            elif event in ENDS:
                 launch.end = event
                 launch.reason = record.get("reason") or ""
-            elif event is not None:
+            else:
                 launch.events.append(record)
+        for launch in taken_by.values():
+            launch.has_steps = True
         return launches
 
     def launch_of(self, step: int) -> Launch | None:

@@ -464,18 +464,27 @@ def test_the_first_difference_is_compared_with_the_one_that_the_changes_must_mak
     assert parting("b", "a")[3] == verdict, "the order of the arguments matters"
 
 
-def begin_launch(path, step, code):
-    """Log that a launch began with other model code."""
-    of_launch = {"world_size": 1, "device": "cpu", "torch": ""}
-    code = {"nanochat/gpt.py": code * 32}
-    record_event(path, "started", step=step, **of_launch, model_code=code)
+def begin_launch(path, step, code, *, takes_steps=True):
+    """Log that a launch of other model code began, and took the steps from there on or failed at once."""
+    lines = log_of(path).read_text().splitlines()
+    records = [json.loads(line) for line in lines]
+    is_later = ["event" not in record and record["step"] >= step for record in records]
+    of_launch = {"event": "started", "world_size": 1, "device": "cpu", "torch": ""}
+    started = {**of_launch, "step": step, "model_code": {"nanochat/gpt.py": code}}
+    lines.insert(is_later.index(True) if takes_steps else len(lines), json.dumps(started))
+    log_of(path).write_text("\n".join(lines) + "\n")
+
+
+def forget_code(path):
+    """Make the launches of a run those of older code, which did not log its hashes."""
+    rewrite_log(path, lambda record: {k: v for k, v in record.items() if k != "model_code"})
 
 
 def test_model_code_that_changed_between_two_launches_explains_a_difference(family):
     """Regression: it was unexpected, because no change should act by then."""
     path = make_fork(family, "b", "a", 4)
     differ(path, "loss", 6)
-    begin_launch(path, 6, "6")
+    begin_launch(path, 6, "6" * 32)
     for verdict in (parting("a", "b")[3], parting("b", "a")[3]):
         assert verdict.startswith("as expected: the loss of step 6 is the first difference: code")
 
@@ -484,10 +493,63 @@ def test_model_code_that_changed_alike_in_both_explains_nothing(family):
     """Regression: the change counted on each side, and a loss that differed was "as expected"."""
     path = make_fork(family, "b", "a", 4, **CODE)
     for run in (training.run_dir("a"), path):
-        begin_launch(run, 4, "2")
+        begin_launch(run, 4, "2" * 32)
     assert parting("a", "b")[3].startswith("as expected: they do the same")
     differ(path, "loss", 6)
     assert parting("a", "b")[3].startswith("unexpected: no change should act by then")
+
+
+def test_a_launch_that_took_no_step_explains_nothing(family):
+    """Regression: its code counted, because it was the newest launch that had begun by then."""
+    path = make_fork(family, "b", "a", 4)
+    begin_launch(path, 4, "6" * 32, takes_steps=False)
+    differ(path, "loss", 6)
+    assert parting("a", "b")[3].startswith("unexpected: no change should act by then")
+
+
+def test_a_launch_that_took_no_step_hides_no_change(family):
+    path = make_fork(family, "b", "a", 4, **CODE)
+    of_other_code(path)
+    of_parent = RunReader(training.run_dir("a")).launches[-1].model_code["nanochat/gpt.py"]
+    begin_launch(path, 4, of_parent, takes_steps=False)
+    differ(path, "loss", 4)
+    assert parting("a", "b")[3].startswith("as expected: the loss of step 4 is the first differe")
+
+
+def test_model_code_that_only_the_record_of_a_fork_tells_explains_a_difference(family):
+    """Regression: of a parent whose launches did not log their code, the fork's change was forgotten."""
+    path = make_fork(family, "b", "a", 4, **CODE)
+    of_other_code(path)
+    forget_code(training.run_dir("a"))
+    differ(path, "loss", 6)
+    assert parting("a", "b")[3].startswith("as expected: the loss of step 6 is the first differe")
+
+
+def test_the_code_shown_is_that_of_launches_of_which_a_step_is_left(family):
+    """Regression: a launch that failed at once seemed to have taken all steps again."""
+    run = training.run_dir("a")
+    shutil.rmtree(run / "checkpoints")
+    shown = RunReader(run).shown_code
+    begin_launch(run, 0, "6" * 32, takes_steps=False)
+    assert RunReader(run).shown_code == shown != {}
+
+
+def test_the_code_of_a_fork_is_not_that_of_its_parents_checkpoint(family):
+    """Regression: until its first save, the fork seemed to have changed the code back."""
+    path = make_fork(family, "b", "a", 4, **CODE)
+    of_other_code(path)
+    newest = max((path / "checkpoints").iterdir(), key=lambda saved: load_checkpoint(saved).step)
+    reseal(newest, model_code={"nanochat/gpt.py": "1" * 32})
+    assert RunReader(path).shown_code["nanochat/gpt.py"] == "0" * 8
+    assert RunReader(path).model_code["nanochat/gpt.py"] == "0" * 32, "repeat compares it"
+
+
+def test_a_fork_of_a_run_whose_name_was_used_again_is_compared(family):
+    """Regression: its step, lower than the first of that run, was a traceback."""
+    make_fork(family, "b", "a", 4)
+    make_fork(family, "c", "b", 2)
+    for lines in (parting("c", "b"), parting("b", "c")):
+        assert lines[0].startswith("common history: ")
 
 
 @pytest.mark.parametrize(

@@ -223,6 +223,12 @@ class Parser(argparse.ArgumentParser):
                 f"{rest[0]}: not a flag; use --model-tag={rest[0]} to name a run, or --config=RUN/config.json "
                 f"to read a run's flags"
             )
+        for flag in ("--data-path", "--val-path"):
+            value = getattr(parsed, flag[2:].replace("-", "_"), None)
+            if value is not None and not all(map(str.strip, str(value).split(","))):
+                self.error(
+                    f"{flag}: got {value!r:.80}, expected a path, or paths with commas between them; none may be blank"
+                )
         return parsed, rest
 
     def _with_file(self, given: list[str]) -> tuple[list[str], list[str]]:

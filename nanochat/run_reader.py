@@ -683,17 +683,32 @@ class RunReader:
 
     def passes(self, step: int) -> dict[str, float]:
         """{bucket: about how often the run has read its training files} after `step` steps; empty if
-        the cursors of that step were not kept. What waits in the packer's buffer has not been read."""
+        the cursors of that step were not kept. What waits in the packer's buffer has not been read.
+        Buckets of which an ancestor's part is not in the ledger are left out."""
         passes = {}
+        packed_anew = self._packed_anew()
         for bucket, account in self._ledger_at(step).items():
             manifest = self.manifests.get("train", {}).get(bucket, {"files": []})
             num_documents = sum(sum(entry["groups"]) for entry in manifest["files"])
-            if (
-                num_documents and account["documents"] and account["read"]
-            ):  # other orders count none
-                left = 1 - account["pending"] / account["read"]
-                passes[bucket] = left * account["documents"] / num_documents
+            is_counted = num_documents and account["documents"]  # other orders count none
+            if is_counted and bucket not in packed_anew:
+                left = account["emitted"] + account["cropped"]
+                share = left / max(1, left + account["pending"])
+                passes[bucket] = share * account["documents"] / num_documents
         return passes
+
+    def _packed_anew(self) -> set[str]:
+        """The buckets whose part of the ledger started again when this run, or an ancestor that is
+        here, packed anew what its parent had pending."""
+        buckets = set[str]()
+        run = self
+        while run.fork is not None:
+            if run.fork.packs_anew:
+                buckets |= run._ledger_at(run.fork.step).keys()
+            if run.parent_dir is None:
+                break
+            run = RunReader(run.parent_dir)
+        return buckets
 
     def ledger_note(self, accounts: Mapping[str, Mapping[str, int]]) -> str:
         """Which rows of a ledger of this run its ancestors took, and which of theirs are not in it;

@@ -10,7 +10,7 @@ import textwrap
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
 import torch
@@ -225,7 +225,7 @@ def print_summary(
         print0(f"{needed}; {room / 1e9:,.1f} GB available")
     for note in (*settings_notes(start, named), *_notes(start, layout, device)):
         print0(f"note: {note}")
-    disk = disk_room(start)
+    disk = disk_room(start, list_checkpoints(start.run_dir))
     if not disk.lasts:
         print0(f"warning: the disk will be full before the run ends: {disk.needs}")
     fork = Fork.of(start.settings.fork)
@@ -346,8 +346,8 @@ class DiskRoom(NamedTuple):
     needs: str  # what is free and what it takes, in words
 
 
-def disk_room(start: Start) -> DiskRoom:
-    """What the checkpoints of a run take of its disk, beside those that are there."""
+def disk_room(start: Start, here: Sequence[Path]) -> DiskRoom:
+    """What the checkpoints of a run take of its disk, beside those of its own that are `here`."""
     weights = sum(p.numel() for p in build_model(start.settings).parameters())
     num_bytes = 3 * 4 * weights  # float32, and two more float32 per weight in the optimizer
     folder = next(p for p in (start.run_dir, *start.run_dir.parents) if p.exists())
@@ -355,8 +355,6 @@ def disk_room(start: Start) -> DiskRoom:
     fork = Fork.of(start.settings.fork)
     end = start.horizon.num_iterations
     number = start.settings.number_kept(end, fork_step=fork.step if fork else None)
-    # with --resume=scratch, an older run is renamed and keeps its room
-    here = [] if start.settings.resume == "scratch" else list_checkpoints(start.run_dir)
     more = max(1, number + 1 - len(here))
     return DiskRoom(
         begins=free >= min(COPIES, more) * num_bytes,

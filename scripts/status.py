@@ -11,7 +11,7 @@ Show the progress of runs: step, loss, throughput, time left, and how each run e
 
 A run is alive while its launch holds the run's lock or, if it runs on another host, while its
 heartbeat is recent. `age` is the time since the last heartbeat, or since the run ended. The
-checkpoint is the newest one on disk.
+checkpoint is the newest one on disk, or the last one that the run saved or began with (not here).
 
 Forks are listed below their parent, with the step at which they branch off and what they changed:
 
@@ -109,11 +109,14 @@ def cells(run: dict[str, Any]) -> dict[str, Any]:
     if step is not None and total:
         progress += f" ({100 * step / total:.1f} %)"
     saved = run.get("saved_step")  # from where a resume continues
+    checkpoint = run.get("checkpoint")
     if run["shown"] in RESUMABLE and step is not None and (saved or 0) < step:
         if saved is not None:
             progress += f", saved {saved:,}"
-        elif run.get("checkpoint") is None:  # else its checkpoints are elsewhere, or deleted
+        elif checkpoint is None:
             progress += ", nothing saved"
+    if checkpoint is not None and saved is None:
+        checkpoint += " (not here)"  # deleted, or elsewhere
     bpb, bpb_step = run["val_bpb"], run.get("val_step")
     if bpb is not None and bpb_step is not None:
         bpb = f"{show(Bits(bpb))} at step {bpb_step:,}"
@@ -127,7 +130,7 @@ def cells(run: dict[str, Any]) -> dict[str, Any]:
         "bits per byte": bpb,
         "tok/s": run["tokens_per_s"] if alive else None,
         "eta": duration(run["eta_s"] if alive else None),
-        "last checkpoint": run.get("checkpoint"),
+        "last checkpoint": checkpoint,
         "age": duration(run.get("heartbeat_age_s")),
         "reason": run["reason"],
     }

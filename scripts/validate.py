@@ -28,6 +28,7 @@ import torch
 
 from nanochat import seen
 from nanochat.any_step import check_step, unsaved_step
+from nanochat.checkpoint import list_checkpoints
 from nanochat.cli import EXIT_FAILED, Parser, run_main, setup_logging, whole
 from nanochat.common import as_path, begin_launch, counted, local_copy, open_door, table
 from nanochat.config import Settings, add_flags, from_flags
@@ -285,7 +286,9 @@ def ok(text: str) -> None:
 def check_disk(start: Start) -> bool:
     """Print, and return, whether the run's checkpoints fit on the disk. ValueError if not even the
     first few do."""
-    room = disk_room(start)
+    # with --resume=scratch, an older run is renamed and keeps its room
+    scratch = start.settings.resume == "scratch"
+    room = disk_room(start, [] if scratch else list_checkpoints(start.run_dir))
     if not room.begins:
         raise ValueError(
             f"disk: {room.needs}; free some space, or set NANOCHAT_BASE_DIR to another disk"

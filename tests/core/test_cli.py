@@ -81,6 +81,20 @@ def test_an_error_is_one_line_that_suggests_the_flag(argv, error, capsys):
     assert err.startswith(error) and err.count("\n") == 1
 
 
+@pytest.mark.parametrize("flag", ["--data-path", "--val-path"])
+@pytest.mark.parametrize("blank", ["", " ", "\n", "1,", ",a", "0.5,a,0.5, "])
+def test_a_path_of_data_that_is_blank_is_refused(flag, blank, capsys):
+    """Regression: a line break was "no such data folder", below an empty line, and the validation
+    data of an unset shell variable were those of the present folder."""
+    p = parser()
+    p.add_argument(flag)
+    with pytest.raises(SystemExit, match="2"):
+        p.parse_args(["--text=x", f"{flag}={blank}"])
+    err = capsys.readouterr().err
+    assert err.startswith(f"error: {flag}: got {blank!r}, ") and "blank" in err
+    assert err.count("\n") == 1
+
+
 @pytest.mark.parametrize(
     "word",
     [

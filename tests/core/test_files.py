@@ -107,7 +107,8 @@ def test_a_hidden_data_path_is_read(tmp_path):
 
 def test_a_pair_that_megatron_names_with_an_underscore_is_data(tmp_path):
     write_megatron(tmp_path / "_text_document", [[[1]]])
-    write_megatron(tmp_path / "_temporary/b", [[[1]]])
+    for hidden in ("_temporary/b", "_old/b", ".old/b", ".b"):
+        write_megatron(tmp_path / hidden, [[[1]]])
     assert names_of(tmp_path, "megatron") == ["_text_document.bin"]
 
 

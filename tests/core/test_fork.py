@@ -458,6 +458,19 @@ def test_another_packing_continues_where_the_parent_stopped_reading_and_its_ledg
     assert reached[: len(ours)] == reached[len(ours) :]
 
 
+def test_how_often_a_fork_has_read_its_files_is_told_if_its_ledger_counts_all_of_it():
+    """Regression: a fork that packs anew had read its files about -0.01 times."""
+    fork("same")
+    fork("anew", packing="concat")
+    fork("again", parent="anew")
+    known = {name: RunReader(training.run_dir(name)) for name in ("parent", "same")}
+    for step in (AT, STEPS):
+        same, parent = (reader.passes(step) for reader in known.values())
+        assert same == parent and all(0 < passes < 1 for passes in same.values()) and same
+        for name in ("anew", "again"):
+            assert RunReader(training.run_dir(name)).passes(step) == {}
+
+
 # ---- files ---------------------------------------------------------------------------------------
 
 

@@ -155,6 +155,8 @@ LAYOUTS["simple"] = Simple
 def test_a_new_kind_of_data_file(fork):
     """The example of docs/reference.md, a reader of .csv files."""
     own = reader_of_csv(fork)
+    # regression: "expected --text-field to be one of None"
+    (own["data_path"] / "an_empty_one.csv").touch()
     fork.run(**own)
     assert len(training.digests("hack")) == 4
     refused = fork.run(**own | {"data_format": "ods"}, tag="none", ok=False)

@@ -163,6 +163,7 @@ def test_one_run_at_a_glance(base, capsys):
         ranks=ranks,
         world_size=3,
     )
+    (path / "checkpoints" / "checkpoint-1000").mkdir(parents=True)
     assert status.main(["d1"]) == 0
     shown = dict(re.split("  +", line, maxsplit=1) for line in capsys.readouterr().out.splitlines())
     assert re.fullmatch(r".*, 50 min 0\d s ago", shown.pop("newest launch")) and re.fullmatch(
@@ -354,9 +355,15 @@ def test_a_run_that_ended_before_its_first_save_says_so(base, capsys, state, ste
     status.main(["a"])
     assert ("nothing saved" in capsys.readouterr().out) == is_lost
     # its checkpoints are elsewhere, as those of docs/example
-    fake_run(base, "b", state, step=step, num_iterations=3000, checkpoint="checkpoint-20")
+    run = fake_run(base, "b", state, step=step, num_iterations=3000, checkpoint="checkpoint-20")
     status.main(["b"])
-    assert "nothing saved" not in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "nothing saved" not in out and re.search(
+        r"checkpoint +checkpoint-20 \(not here\)\n", out
+    )
+    (run / "checkpoints" / "checkpoint-20").mkdir(parents=True)
+    status.main(["b"])
+    assert re.search(r"checkpoint +checkpoint-20\n", capsys.readouterr().out)
 
 
 def test_the_tokens_of_a_fork_are_those_of_its_ancestors_and_its_own(base, capsys):

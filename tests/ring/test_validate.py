@@ -366,6 +366,24 @@ def test_a_run_on_a_disk_that_will_be_full_begins_with_a_warning(workplace, monk
     assert "ok: training can start" not in checked(**again)[1], "the old run keeps its room"
 
 
+def test_a_fork_that_starts_over_begins_without_a_warning_if_its_checkpoints_fit(
+    workplace, monkeypatch
+):
+    """Regression: the checkpoint that it begins with, which is there by then, was counted twice."""
+    mix(workplace, 5, 0.01, allow_budget_mismatch="true")
+    training.succeed(**given(workplace, num_iterations=6, save_every=4, model_tag="old"))
+    fork = {"fork_from": "old@4", "model_tag": "new", "num_iterations": 7, "save_every": 1}
+    training.succeed(**given(workplace, **fork))
+    again = given(workplace, **fork, resume="scratch", force=True)
+    [parameters] = re.findall(r" ([0-9,]+) parameters", checked(**again)[1])
+    size = 12 * int(parameters.replace(",", ""))
+    usage = shutil.disk_usage(workplace)
+    for checkpoints, is_warned in ((4.5, False), (3.5, True)):  # it keeps 4
+        tight = usage._replace(free=int(size * checkpoints))
+        monkeypatch.setattr(shutil, "disk_usage", lambda path, tight=tight: tight)
+        assert ("warning: the disk" in training.succeed(**again).out) == is_warned
+
+
 @pytest.mark.parametrize(
     ("changed", "number"),
     [

@@ -232,18 +232,7 @@ def check_data(
     kind = "training" if split == "train" else "validation"
     who = f"{run} has read" if run else "the next run would read"
 
-    # how to read the same
-    [root, *_] = [manifest["root"] for manifest in theirs[split].values()]
-    keep = f"restore the files that {first.name} read in {root}"
-    if {*SELECTING} & {*named}:
-        keep = "name the same --val-path for both, and select its documents alike"
-    elif named:
-        names = [pin["name"] for manifest in theirs[split].values() for pin in manifest["files"]]
-        place = f"{root}/{names[0]}" if len(names) == 1 else root
-        keep = f"--val-path={place} is what {first.name} read"
-    elif root.startswith("hf://"):
-        of_val = split == "val" and settings.val_path is not None
-        keep = f"{'--val-path' if of_val else '--data-path'}={root} is what {first.name} read"
+    keep = how_to_read(first, split, named)
     again = "train the base again" if against else "train all seeds on the present data"
     remedy = f"{keep}, or {again} under another --name"
     if run:  # only another name has no run that has read other files
@@ -251,6 +240,26 @@ def check_data(
     raise ValueError(
         f"{who} other {kind} data than {first.name} ({file}), so their results cannot be compared; {remedy}"
     )
+
+
+def how_to_read(first: RunReader, split: str, named: Sequence[str]) -> str:
+    """How a run reads the files of a split that `first` has read. `named`: settings by which it is to read
+    other data than `first`."""
+    manifests = first.manifests[split].values()
+    root = next(manifest["root"] for manifest in manifests)
+    names = [pin["name"] for manifest in manifests for pin in manifest["files"]]
+    is_given = split == "val" and first.last_config.get("val_path") is not None
+    if {*SELECTING} & {*named}:
+        return "name the same --val-path for both, and select its documents alike"
+    if named and len(names) == 1:
+        return f"--val-path={root}/{names[0]} is what {first.name} read"
+    if is_given and (named or root.startswith("hf://")):
+        return f"--val-path={root} is what {first.name} read"
+    if "data_path" in named:  # a data path has another rule for what validates than a --val-path
+        return "name the same --val-path for both"
+    if root.startswith("hf://"):
+        return f"--data-path={root} is what {first.name} read"
+    return f"restore the files that {first.name} read in {root}"
 
 
 def check_code(run: RunReader, code: Mapping[str, str], who: str) -> None:

@@ -219,6 +219,26 @@ def test_a_variant_may_name_other_training_data_but_no_other_validation_text(
     assert 0 < out.index(note) < out.index("mean difference")
 
 
+@pytest.mark.parametrize(
+    ("root", "val_path", "named", "words"),
+    [
+        ("hf://datasets/own/set@c0ffee/data", None, ["curriculum"], "--data-path={root} is what"),
+        ("hf://datasets/own/set@c0ffee/val", "hf://any", ["curriculum"], "--val-path={root} is"),
+        ("hf://datasets/own/set@c0ffee/data", None, ["data_path"], "the same --val-path for both"),
+        ("/data", None, ["curriculum"], "restore the files that base-seed1 read in {root}"),
+        ("/val", "/val", ["data_path"], "--val-path={root} is what"),
+    ],
+)
+def test_a_remedy_names_the_flag_that_chose_the_validation_files(root, val_path, named, words):
+    """Regression: of two buckets, --val-path with the folder of a --data-path was advised, which chooses
+    other files, so the next error advised the flag that had just been given."""
+    of_bucket = {bucket: {"root": root, "files": [{"name": bucket}]} for bucket in ("web", "code")}
+    first = SimpleNamespace(
+        name="base-seed1", manifests={"val": of_bucket}, last_config={"val_path": val_path}
+    )
+    assert words.format(root=root) in repeat.how_to_read(first, "val", named)
+
+
 def test_a_variant_that_validates_with_other_documents_of_the_same_files_is_refused(
     warm_processes, capfd
 ):

@@ -316,12 +316,15 @@ def first_checkpoint(parent: Parent, settings: Settings, model_config: GPTConfig
         for name, value in checkpoint.seal.items()
         if name not in ("wandb_id", "halted", "all_dry", "by_time", "replayed")
     }
+    code = seal.get("model_code", {})
     # kept, because its steps are replayed from there
     seal |= {
         "status": "running",
         "kept": True,
         "K": settings.leaves,
         "architecture_hash": hash_json(shape),
+        # whoever loads it computes what the fork does, which may not be what its parent did
+        "model_code": code | code_now(code),
         # a result of its parent is none of its own
         "progress": {**checkpoint.seal["progress"], "val_bpb": None},
     }

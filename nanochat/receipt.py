@@ -206,11 +206,16 @@ def make_receipt(
     run.check_trained()
     steps, digests = run.num_steps if steps is None else steps, run.digests
     first = run.first_step
-    missing = next((step for step in range(first, steps) if step not in digests), None)
-    if steps <= first or missing is not None:
+    if steps <= first:
+        whose = f"they are those of {run.fork.run}@{first}" if run.fork else "it has taken none"
         raise ValueError(
-            f"{run.log_path}: it has no digest for step {missing or first}, but a receipt needs those "
-            f"of all steps; resume the run, or restore the log"
+            f"{run.name}: no step before step {steps:,} is its own, so a receipt would be empty; {whose}"
+        )
+    missing = next((step for step in range(first, steps) if step not in digests), None)
+    if missing is not None:
+        raise ValueError(
+            f"{run.log_path}: it has no digest for step {missing}, but a receipt needs those of all steps; "
+            f"resume the run, or restore the log"
         )
     data, config, _ = open_run(run.run_dir, data_path)
     settings = Settings.from_json(run.config)  # `check_launches` compares those of each launch

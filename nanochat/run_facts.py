@@ -8,6 +8,7 @@ every path of this machine to its last name.
 
 import json
 import logging
+import math
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -196,13 +197,16 @@ def launch_sentences(run: RunReader) -> list[str]:
     for launch in earlier:
         if launch.end == "halted":
             sentences.append(f"It halted at step {launch.last:,} ({launch.reason}).")
-    for number, launch in enumerate(run.launches, 1):
-        if launch.other_code:
-            files = few(launch.other_code)
-            sentences.append(
-                f"Launch {number} began at step {launch.first:,} with other model code: {files}."
-            )
-    return sentences
+    return [*sentences, *code_sentences(run)]
+
+
+def code_sentences(run: RunReader, stop: float = math.inf) -> list[str]:
+    """Which launches had other model code than the one before, of those that began before step `stop`."""
+    return [
+        f"Launch {number} began at step {launch.first:,} with other model code: {few(launch.other_code)}."
+        for number, launch in enumerate(run.launches, 1)
+        if launch.other_code and launch.first < stop
+    ]
 
 
 def event_sentences(run: RunReader) -> list[str]:

@@ -74,6 +74,7 @@ from nanochat.receipt import make_receipt
 from nanochat.run_dir import CONFIG_NAME, config_at, new_run_path, open_folders
 from nanochat.run_facts import (
     ancestor_sentences,
+    code_sentences,
     contamination_table,
     data_table,
     escape_html,
@@ -376,7 +377,7 @@ def model_card(checkpoint: Checkpoint, run: RunReader, num_parameters: int) -> b
     facts = [("parameters", num_parameters), *facts_about(checkpoint, run)]
     lines = markdown(("fact", "value"), facts)
     origins = [*origin_sentences(run, paths=False), *ancestor_sentences(run, paths=False)]
-    sentences = [*origins, *left_out_sentences(run)]
+    sentences = [*origins, *code_sentences(run, step), *left_out_sentences(run)]
     if sentences:
         lines += [escape_html(" ".join(sentences)), ""]
     lines += data_table(run, paths=False)

@@ -398,7 +398,10 @@ def test_the_code_and_the_settings_of_a_card_are_those_of_its_steps(base):
     training.succeed(model_tag="moved", num_iterations=6, eval_every=1)
     log = training.run_dir("moved") / "logs" / "train.jsonl"
     first, *_, later = [line for line in log.read_text().splitlines() if '"started"' in line]
-    coded = [{**json.loads(line), "code": code} for line, code in ((first, "old"), (later, "new"))]
+    coded = [
+        {**json.loads(line), "code": code, "model_code": {"nanochat/gpt.py": code * 32}}
+        for line, code in ((first, "old"), (later, "new"))
+    ]
     text = log.read_text()
     for line, record in zip((first, later), coded):
         text = text.replace(line, json.dumps(record))
@@ -406,7 +409,10 @@ def test_the_code_and_the_settings_of_a_card_are_those_of_its_steps(base):
     run = RunReader(training.run_dir("moved"))
     card = export.model_card(find_checkpoint("moved@4"), run, 1).decode()
     assert "| code, commit | old |" in card and "| eval_every | 4 |" in card
-    assert "code, commit | new" in export.model_card(find_checkpoint("moved"), run, 1).decode()
+    assert "model code" not in card
+    card = export.model_card(find_checkpoint("moved"), run, 1).decode()
+    assert "code, commit | new" in card
+    assert "Launch 2 began at step 4 with other model code: nanochat/gpt.py." in card
 
 
 def test_the_card_of_a_fork_names_its_ancestors_its_split_and_what_it_left_out(base):

@@ -19,6 +19,7 @@ from nanochat.tokenizer import RustBPETokenizer
 from scripts import export, inspect_data, receipt, verify
 from tests import training
 from tests.finished import command
+from tests.forks import as_fork
 from tests.training import die_after_step, digests, run_dir, start, succeed, texts, write_shard
 
 STEPS, EVERY = 14, 4
@@ -312,6 +313,14 @@ def test_a_log_without_a_step_has_no_receipt(origin, tmp_path, monkeypatch):
         and "it has no digest for step 5" in outcome.err
         and not (tmp_path / "x.json").exists()
     )
+
+
+def test_a_fork_has_no_receipt_of_its_parents_steps(origin, tmp_path):
+    """Regression: the log was said to lack a digest, and the advice was to restore it."""
+    child = shutil.copytree(origin / "runs" / "run", tmp_path / "child")
+    as_fork(child, "run", 4)
+    with pytest.raises(ValueError, match=r"no step before step 4 is its own.* those of run@4"):
+        make_receipt(RunReader(child), 4)
 
 
 # ---- other kinds of runs -------------------------------------------------------------------------

@@ -224,8 +224,8 @@ class Parser(argparse.ArgumentParser):
                 f"to read a run's flags"
             )
         for flag in ("--data-path", "--val-path"):
-            value = getattr(parsed, flag[2:].replace("-", "_"), None)
-            if value is not None and not all(map(str.strip, str(value).split(","))):
+            value = value_of(named, flag)  # not an inherited one, which older code may have allowed
+            if value is not None and not all(map(str.strip, value.split(","))):
                 self.error(
                     f"{flag}: got {value!r:.80}, expected a path, or paths with commas between them; none may be blank"
                 )

@@ -207,10 +207,8 @@ def make_receipt(
     steps, digests = run.num_steps if steps is None else steps, run.digests
     first = run.first_step
     if steps <= first:
-        whose = f"they are those of {run.fork.run}@{first}" if run.fork else "it has taken none"
-        raise ValueError(
-            f"{run.name}: no step before step {steps:,} is its own, so a receipt would be empty; {whose}"
-        )
+        parents = f"; those before step {first:,} are of {run.fork.run}" if run.fork else ""
+        raise ValueError(f"{run.name}: a receipt would have none of its steps{parents}")
     missing = next((step for step in range(first, steps) if step not in digests), None)
     if missing is not None:
         raise ValueError(

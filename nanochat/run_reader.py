@@ -104,9 +104,9 @@ class Launch:
     end: str = ""
     reason: str = ""  # of the end
     events: list[dict[str, Any]] = field(default_factory=list)  # all other events
-    # files of the model's code that are not those of the launch before
-    other_code: list[str] = field(default_factory=list)
     has_steps: bool = False  # whether it took a step that no later launch has taken again
+    # files of the model's code that are not those of the launch before, of those with steps
+    other_code: list[str] = field(default_factory=list)
 
     @property
     def world_size(self) -> int:
@@ -436,9 +436,7 @@ class RunReader:
                 )
                 begun = Launch(record, step, step)
                 if launches:
-                    previous = launches[-1]
-                    previous.end = previous.end or "killed"
-                    begun.other_code = changed_code(previous.model_code, begun.model_code)
+                    launches[-1].end = launches[-1].end or "killed"
                 launches.append(begun)
                 continue
             if not launches:
@@ -454,6 +452,11 @@ class RunReader:
                 launch.events.append(record)
         for launch in taken_by.values():
             launch.has_steps = True
+        before: dict[str, str] = {}
+        for launch in launches:
+            if launch.has_steps:
+                launch.other_code = changed_code(before, launch.model_code)
+                before = launch.model_code
         return launches
 
     def launch_of(self, step: int) -> Launch | None:
@@ -684,31 +687,28 @@ class RunReader:
     def passes(self, step: int) -> dict[str, float]:
         """{bucket: about how often the run has read its training files} after `step` steps; empty if
         the cursors of that step were not kept. What waits in the packer's buffer has not been read.
-        Buckets of which an ancestor's part is not in the ledger are left out."""
+
+        Also empty if the ledger has fewer rows than were trained on: this fork, or an ancestor, packs
+        anew or reads a bucket no more, and what was read before is not counted."""
+        accounts = self._ledger_at(step)
+        if not accounts:
+            return {}
+        num_tokens = (step - self.first_step) * self.config["derived"]["tokens_per_step"]
+        num_tokens += self.fork.tokens if self.fork is not None else 0
+        if (
+            sum(account["rows"] for account in accounts.values()) * self.config["max_seq_len"]
+            < num_tokens
+        ):
+            return {}
         passes = {}
-        packed_anew = self._packed_anew()
-        for bucket, account in self._ledger_at(step).items():
+        for bucket, account in accounts.items():
             manifest = self.manifests.get("train", {}).get(bucket, {"files": []})
             num_documents = sum(sum(entry["groups"]) for entry in manifest["files"])
-            is_counted = num_documents and account["documents"]  # other orders count none
-            if is_counted and bucket not in packed_anew:
+            if num_documents and account["documents"]:  # other orders count none
                 left = account["emitted"] + account["cropped"]
                 share = left / max(1, left + account["pending"])
                 passes[bucket] = share * account["documents"] / num_documents
         return passes
-
-    def _packed_anew(self) -> set[str]:
-        """The buckets whose part of the ledger started again when this run, or an ancestor that is
-        here, packed anew what its parent had pending."""
-        buckets = set[str]()
-        run = self
-        while run.fork is not None:
-            if run.fork.packs_anew:
-                buckets |= run._ledger_at(run.fork.step).keys()
-            if run.parent_dir is None:
-                break
-            run = RunReader(run.parent_dir)
-        return buckets
 
     def ledger_note(self, accounts: Mapping[str, Mapping[str, int]]) -> str:
         """Which rows of a ledger of this run its ancestors took, and which of theirs are not in it;
@@ -730,9 +730,12 @@ class RunReader:
     def _rows_not_continued(self) -> Iterator[tuple[str, str, int]]:
         """(ancestor, bucket, rows) that ancestors took and that the ledger does not continue, because
         a fork reads the bucket no more, begins it anew, or packs its rows in another way."""
-        run = self
+        run, seen = self, {self.run_dir.resolve()}
         while run.fork is not None and run.parent_dir is not None:
             parent = RunReader(run.parent_dir)
+            if parent.run_dir.resolve() in seen:
+                return  # a circle: a name was used again
+            seen.add(parent.run_dir.resolve())
             continued = run._ledger_at(run.fork.step)
             try:
                 before = parent._ledger_at(run.fork.step)

@@ -39,6 +39,7 @@ import argparse
 import contextlib
 import math
 import os
+import re
 import shlex
 import statistics
 import subprocess
@@ -232,7 +233,7 @@ def check_data(
     kind = "training" if split == "train" else "validation"
     who = f"{run} has read" if run else "the next run would read"
 
-    keep = how_to_read(first, split, named)
+    keep = how_to_read(first, split, manifests[split], named)
     again = "train the base again" if against else "train all seeds on the present data"
     remedy = f"{keep}, or {again} under another --name"
     if run:  # only another name has no run that has read other files
@@ -242,24 +243,36 @@ def check_data(
     )
 
 
-def how_to_read(first: RunReader, split: str, named: Sequence[str]) -> str:
-    """How a run reads the files of a split that `first` has read. `named`: settings by which it is to read
-    other data than `first`."""
-    manifests = first.manifests[split].values()
-    root = next(manifest["root"] for manifest in manifests)
-    names = [pin["name"] for manifest in manifests for pin in manifest["files"]]
+def how_to_read(first: RunReader, split: str, ours: Mapping[str, Any], named: Sequence[str]) -> str:
+    """How a run reads the files of a split that `first` has read. `ours`: {bucket: manifest} of those
+    that it would read; `named`: settings by which it is to read other data than `first`."""
+    theirs = first.manifests[split]
+    root = next(manifest["root"] for manifest in theirs.values())
+    names = [pin["name"] for manifest in theirs.values() for pin in manifest["files"]]
     is_given = split == "val" and first.last_config.get("val_path") is not None
-    if {*SELECTING} & {*named}:
+    flag = "--val-path" if is_given else "--data-path"
+    if {*SELECTING} & {*named} or (named and first.last_config.get("val_fraction")):
         return "name the same --val-path for both, and select its documents alike"
-    if named and len(names) == 1:
-        return f"--val-path={root}/{names[0]} is what {first.name} read"
-    if is_given and (named or root.startswith("hf://")):
-        return f"--val-path={root} is what {first.name} read"
-    if "data_path" in named:  # a data path has another rule for what validates than a --val-path
-        return "name the same --val-path for both"
+    if named and places_of(theirs) != places_of(
+        ours
+    ):  # a data path has another rule than a --val-path
+        if len(names) == 1:
+            return f"--val-path={root}/{names[0]} is what {first.name} read"
+        if is_given:
+            return f"--val-path={root} is what {first.name} read"
+        return "name the same --val-path for both" + ", or none" * ([*named] == ["val_path"])
     if root.startswith("hf://"):
-        return f"--data-path={root} is what {first.name} read"
+        return f"{flag}={root} is what {first.name} read"
     return f"restore the files that {first.name} read in {root}"
+
+
+def places_of(manifests: Mapping[str, Any]) -> set[str]:
+    """The places of the files of a split, without the commits of the Hub."""
+    return {
+        re.sub("^(hf://[^@]*)@[^/]*", r"\1", f"{manifest['root']}/{pin['name']}")
+        for manifest in manifests.values()
+        for pin in manifest["files"]
+    }
 
 
 def check_code(run: RunReader, code: Mapping[str, str], who: str) -> None:

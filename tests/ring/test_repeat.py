@@ -219,24 +219,35 @@ def test_a_variant_may_name_other_training_data_but_no_other_validation_text(
     assert 0 < out.index(note) < out.index("mean difference")
 
 
+HUB = "hf://datasets/own/set@c0ffee/data"
+
+
 @pytest.mark.parametrize(
-    ("root", "val_path", "named", "words"),
+    ("root", "other", "config", "named", "words"),
     [
-        ("hf://datasets/own/set@c0ffee/data", None, ["curriculum"], "--data-path={root} is what"),
-        ("hf://datasets/own/set@c0ffee/val", "hf://any", ["curriculum"], "--val-path={root} is"),
-        ("hf://datasets/own/set@c0ffee/data", None, ["data_path"], "the same --val-path for both"),
-        ("/data", None, ["curriculum"], "restore the files that base-seed1 read in {root}"),
-        ("/val", "/val", ["data_path"], "--val-path={root} is what"),
+        # the same files, which have changed
+        (HUB, "hf://datasets/own/set@beef/data", {}, ["curriculum"], "--data-path={root} is what"),
+        (HUB, HUB.replace("c0", "d0"), {"val_path": HUB}, ["curriculum"], "--val-path={root} is"),
+        ("/data", "/data", {}, ["curriculum"], "restore the files that base-seed1 read in {root}"),
+        # other files
+        (HUB, "/data", {}, ["data_path"], "the same --val-path for both"),
+        ("/data", "/val", {}, ["val_path"], "the same --val-path for both, or none"),
+        ("/val", "/other", {"val_path": "/val"}, ["data_path"], "--val-path={root} is what"),
+        ("/data", "/more", {"val_fraction": 0.1}, ["data_path"], "select its documents alike"),
     ],
 )
-def test_a_remedy_names_the_flag_that_chose_the_validation_files(root, val_path, named, words):
+def test_a_remedy_names_the_flag_that_chose_the_validation_files(root, other, config, named, words):
     """Regression: of two buckets, --val-path with the folder of a --data-path was advised, which chooses
     other files, so the next error advised the flag that had just been given."""
-    of_bucket = {bucket: {"root": root, "files": [{"name": bucket}]} for bucket in ("web", "code")}
+
+    def of_buckets(root):
+        return {bucket: {"root": root, "files": [{"name": bucket}]} for bucket in ("web", "code")}
+
     first = SimpleNamespace(
-        name="base-seed1", manifests={"val": of_bucket}, last_config={"val_path": val_path}
+        name="base-seed1", manifests={"val": of_buckets(root)}, last_config=config
     )
-    assert words.format(root=root) in repeat.how_to_read(first, "val", named)
+    keep = repeat.how_to_read(first, "val", of_buckets(other), named)
+    assert words.format(root=root) in keep
 
 
 def test_a_variant_that_validates_with_other_documents_of_the_same_files_is_refused(

@@ -16,13 +16,23 @@ from typing import NamedTuple
 import torch
 
 from nanochat.checkpoint import list_checkpoints
-from nanochat.common import Remote, as_path, counted, few, get_dist_info, is_remote, print0, show
+from nanochat.common import (
+    Remote,
+    as_path,
+    counted,
+    few,
+    get_base_dir,
+    get_dist_info,
+    is_remote,
+    print0,
+    show,
+)
 from nanochat.config import flag
 from nanochat.dataloader import StepLayout
 from nanochat.dist import peak_memory, write_memory
 from nanochat.files import FORMATS, data_at, paths_in
 from nanochat.fork import describe_fork
-from nanochat.pins import Manifest, not_searched
+from nanochat.pins import DATA_MANIFEST, Manifest, not_searched, read_manifests
 from nanochat.run_dir import CONFIG_NAME, Fork, but_resume, mix_text
 from nanochat.run_settings import (
     build_model,
@@ -339,7 +349,7 @@ def _notes(start: Start, layout: StepLayout, device: torch.device) -> Iterator[s
 
 
 class DiskRoom(NamedTuple):
-    """Whether the checkpoints of a run fit on its disk."""
+    """Whether the checkpoints of a run, and the data that it fetches, fit on its disk."""
 
     begins: bool  # whether the first ones do
     lasts: bool  # whether all that the run keeps do
@@ -356,12 +366,33 @@ def disk_room(start: Start, here: Sequence[Path]) -> DiskRoom:
     end = start.horizon.num_iterations
     number = start.settings.number_kept(end, fork_step=fork.step if fork else None)
     more = max(1, number + 1 - len(here))
+    needs = (
+        f"{size_text(free)} free in {folder}, a checkpoint takes about {size_text(num_bytes)}, the run "
+        f"keeps {number:,}"
+    )
+    if fetched := fetched_bytes(start):
+        needs += f"; fetched data takes up to {size_text(fetched)} more (--data-cache)"
     return DiskRoom(
         begins=free >= min(COPIES, more) * num_bytes,
-        lasts=free > more * num_bytes,
-        needs=f"{size_text(free)} free in {folder}, a checkpoint takes about {size_text(num_bytes)}, the run "
-        f"keeps {number:,}",
+        lasts=free > more * num_bytes + fetched,
+        needs=needs,
     )
+
+
+def fetched_bytes(start: Start) -> int:
+    """How many bytes the data cache may still take while the run trains: its files on the Hub and on web
+    servers, up to --data-cache, less what the cache holds."""
+    manifests = start.manifests or read_manifests(start.run_dir / DATA_MANIFEST)
+    sizes = [
+        pin["size"]
+        for buckets in manifests.values()
+        for manifest in buckets.values()
+        for pin in manifest["files"]
+        if str(manifest["root"]).startswith(("hf://", "https://", "http://"))
+    ]
+    cache = get_base_dir() / "data_cache"
+    holds = sum(path.stat().st_size for path in cache.iterdir()) if cache.is_dir() else 0
+    return max(0, min(sum(sizes), int(start.settings.data_cache * 1e9)) - holds)
 
 
 def size_text(num_bytes: int) -> str:

@@ -6,6 +6,7 @@ import math
 import os
 import shutil
 from collections import Counter
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from unittest.mock import ANY
@@ -15,10 +16,12 @@ import pyarrow.parquet as pq
 import pytest
 
 from nanochat.common import Stop, as_path, begin_launch, read_json, stops_if
+from nanochat.config import Settings
 from nanochat.files import data_at, list_files
 from nanochat.integrations import web, web_client
 from nanochat.parquet_source import ParquetSource
 from nanochat.pins import fingerprint
+from nanochat.run_summary import fetched_bytes
 from nanochat.sources import check, open_data, scan_files
 from nanochat.splits import pin_files, split_train_val
 from nanochat.tokenizer import get_tokenizer
@@ -148,6 +151,25 @@ def test_a_killed_run_ends_with_the_weights_of_a_downloaded_copy(hub, made, mean
     train()
     assert training.digests() == made.digests and state_of(final()) == made.end
     assert len(training.events("started")) == 2
+
+
+def test_the_room_for_checkpoints_leaves_room_for_data_that_is_fetched(hub, made):
+    """Regression: the disk was large enough for the checkpoints, until the data cache had filled it."""
+    settings = replace(Settings(), depth=1, data_path=SET)
+    manifests = {"train": {"data": manifest_of(SET)}}
+    start = SimpleNamespace(run_dir=run_dir(), manifests=manifests, settings=settings)
+    size = sum(map(len, made.files.values()))
+    cache = run_dir().parents[1] / "data_cache"
+    holds = sum(path.stat().st_size for path in cache.iterdir())  # footers
+    assert fetched_bytes(start) == size - holds > 0
+    start.settings = replace(settings, data_cache=(holds + 1000) / 1e9)
+    assert fetched_bytes(start) == pytest.approx(1000, abs=1)
+    (cache / "range").write_bytes(bytes(1100))
+    assert fetched_bytes(start) == 0
+    start.settings = settings
+    assert fetched_bytes(start) == size - holds - 1100
+    start.manifests = {"train": {"data": {**manifests["train"]["data"], "root": "/data"}}}
+    assert fetched_bytes(start) == 0
 
 
 def test_a_seed_on_a_newer_commit_is_refused_and_the_first_one_is_named(hub, made):

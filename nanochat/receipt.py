@@ -207,7 +207,9 @@ def make_receipt(
     steps, digests = run.num_steps if steps is None else steps, run.digests
     first = run.first_step
     if steps <= first:
-        parents = f"; those before step {first:,} are of {run.fork.run}" if run.fork else ""
+        parents = (
+            f"; those before step {first:,} are of {run.fork.run}" if run.fork and first else ""
+        )
         raise ValueError(f"{run.name}: a receipt would have none of its steps{parents}")
     missing = next((step for step in range(first, steps) if step not in digests), None)
     if missing is not None:

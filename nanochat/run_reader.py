@@ -20,6 +20,7 @@ numbered on from there. Its config.json records the parent, which may be deleted
 """
 
 import contextlib
+import itertools
 import logging
 import math
 import statistics
@@ -91,6 +92,10 @@ OF_BPB = {  # in an evaluation, unless it skipped them, or is of older code
 }
 Table = list[tuple[Any, ...]]
 LogRecord = dict[str, Any]  # a line of the log
+
+
+# settings whose change in a fork packs documents anew
+PACKING = {"max_seq_len", "packing", "long_docs", "overlap"}
 
 
 @dataclass
@@ -452,7 +457,8 @@ class RunReader:
                 launch.events.append(record)
         for launch in taken_by.values():
             launch.has_steps = True
-        before: dict[str, str] = {}
+        # the record of a fork has the code of its first launch, even if that took no step
+        before = launches[0].model_code if launches and self.fork else {}
         for launch in launches:
             if launch.has_steps:
                 launch.other_code = changed_code(before, launch.model_code)
@@ -688,27 +694,38 @@ class RunReader:
         """{bucket: about how often the run has read its training files} after `step` steps; empty if
         the cursors of that step were not kept. What waits in the packer's buffer has not been read.
 
-        Also empty if the ledger has fewer rows than were trained on: this fork, or an ancestor, packs
-        anew or reads a bucket no more, and what was read before is not counted."""
+        Without buckets that this run, or an ancestor that is here, packed anew: their ledger began again
+        with what was pending then."""
         accounts = self._ledger_at(step)
-        if not accounts:
-            return {}
-        num_tokens = (step - self.first_step) * self.config["derived"]["tokens_per_step"]
-        num_tokens += self.fork.tokens if self.fork is not None else 0
-        if (
-            sum(account["rows"] for account in accounts.values()) * self.config["max_seq_len"]
-            < num_tokens
-        ):
-            return {}
+        packed_anew = set[str]()
+        for run in self._line():
+            if run.fork is None:
+                break
+            begins = run._ledger_at(run.fork.step)
+            if not begins:
+                return {}
+            if PACKING & run.fork.changes.keys():
+                packed_anew |= begins.keys()
         passes = {}
         for bucket, account in accounts.items():
             manifest = self.manifests.get("train", {}).get(bucket, {"files": []})
             num_documents = sum(sum(entry["groups"]) for entry in manifest["files"])
-            if num_documents and account["documents"]:  # other orders count none
+            is_counted = num_documents and account["documents"]  # other orders count none
+            if is_counted and bucket not in packed_anew:
                 left = account["emitted"] + account["cropped"]
                 share = left / max(1, left + account["pending"])
                 passes[bucket] = share * account["documents"] / num_documents
         return passes
+
+    def _line(self) -> Iterator["RunReader"]:
+        """This run and its ancestors that are here, the youngest first."""
+        run, seen = self, set[Path]()
+        while run.run_dir.resolve() not in seen:  # a circle, if a name was used again
+            yield run
+            seen.add(run.run_dir.resolve())
+            if run.fork is None or run.parent_dir is None:
+                return
+            run = RunReader(run.parent_dir)
 
     def ledger_note(self, accounts: Mapping[str, Mapping[str, int]]) -> str:
         """Which rows of a ledger of this run its ancestors took, and which of theirs are not in it;
@@ -730,12 +747,8 @@ class RunReader:
     def _rows_not_continued(self) -> Iterator[tuple[str, str, int]]:
         """(ancestor, bucket, rows) that ancestors took and that the ledger does not continue, because
         a fork reads the bucket no more, begins it anew, or packs its rows in another way."""
-        run, seen = self, {self.run_dir.resolve()}
-        while run.fork is not None and run.parent_dir is not None:
-            parent = RunReader(run.parent_dir)
-            if parent.run_dir.resolve() in seen:
-                return  # a circle: a name was used again
-            seen.add(parent.run_dir.resolve())
+        for run, parent in itertools.pairwise(self._line()):
+            assert run.fork is not None
             continued = run._ledger_at(run.fork.step)
             try:
                 before = parent._ledger_at(run.fork.step)
@@ -745,7 +758,6 @@ class RunReader:
             for bucket, account in before.items():
                 if account["rows"] and not continued.get(bucket, {}).get("rows"):
                     yield parent.name, bucket, account["rows"]
-            run = parent
 
     def newest_checkpoint(self) -> str | None:
         """The name of the checkpoint with the highest step, None if there is none. One that was written

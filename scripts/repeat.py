@@ -250,29 +250,29 @@ def how_to_read(first: RunReader, split: str, ours: Mapping[str, Any], named: Se
     root = next(manifest["root"] for manifest in theirs.values())
     names = [pin["name"] for manifest in theirs.values() for pin in manifest["files"]]
     is_given = split == "val" and first.last_config.get("val_path") is not None
-    flag = "--val-path" if is_given else "--data-path"
-    if {*SELECTING} & {*named} or (named and first.last_config.get("val_fraction")):
+    place = f"{root}/{names[0]}" if len(names) == 1 else root
+    if {*SELECTING} & {*named}:
         return "name the same --val-path for both, and select its documents alike"
-    if named and places_of(theirs) != places_of(
-        ours
-    ):  # a data path has another rule than a --val-path
-        if len(names) == 1:
-            return f"--val-path={root}/{names[0]} is what {first.name} read"
-        if is_given:
-            return f"--val-path={root} is what {first.name} read"
+    is_moved = root.startswith("hf://") and not {"data_path", "val_path"} & {*named}
+    if named and places_of(theirs, is_moved) != places_of(ours, is_moved):
+        # a data path has another rule for what validates than a --val-path
+        if is_given or (len(names) == 1 and not first.last_config.get("val_fraction")):
+            return f"--val-path={place} is what {first.name} read"
         return "name the same --val-path for both" + ", or none" * ([*named] == ["val_path"])
     if root.startswith("hf://"):
-        return f"{flag}={root} is what {first.name} read"
+        flag = f"--val-path={place}" if is_given else f"--data-path={root}"
+        return f"{flag} is what {first.name} read"
     return f"restore the files that {first.name} read in {root}"
 
 
-def places_of(manifests: Mapping[str, Any]) -> set[str]:
-    """The places of the files of a split, without the commits of the Hub."""
-    return {
-        re.sub("^(hf://[^@]*)@[^/]*", r"\1", f"{manifest['root']}/{pin['name']}")
+def places_of(manifests: Mapping[str, Any], is_moved: bool) -> set[str]:
+    """The places of the files of a split, of a branch that has moved on without the commit."""
+    places = {
+        f"{manifest['root']}/{pin['name']}"
         for manifest in manifests.values()
         for pin in manifest["files"]
     }
+    return {re.sub("^(hf://[^@]*)@[^/]*", r"\1", place) for place in places} if is_moved else places
 
 
 def check_code(run: RunReader, code: Mapping[str, str], who: str) -> None:

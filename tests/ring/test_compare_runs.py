@@ -536,6 +536,14 @@ def test_the_code_shown_is_that_of_launches_of_which_a_step_is_left(family):
     assert not any(launch.other_code for launch in reader.launches), "cards and pages name them"
 
 
+def test_other_code_than_that_of_the_first_launch_of_a_fork_is_told(family):
+    """The record of a fork describes that launch, even if it took no step."""
+    path = make_fork(family, "b", "a", 4)
+    begin_launch(path, 4, "6" * 32)
+    assert [launch.has_steps for launch in RunReader(path).launches] == [False, True]
+    assert RunReader(path).launches[1].other_code == ["nanochat/gpt.py"]
+
+
 def test_the_code_of_a_fork_is_not_that_of_its_parents_checkpoint(family):
     """Regression: until its first save, the fork seemed to have changed the code back."""
     path = make_fork(family, "b", "a", 4, **CODE)

@@ -228,12 +228,15 @@ HUB = "hf://datasets/own/set@c0ffee/data"
         # the same files, which have changed
         (HUB, "hf://datasets/own/set@beef/data", {}, ["curriculum"], "--data-path={root} is what"),
         (HUB, HUB.replace("c0", "d0"), {"val_path": HUB}, ["curriculum"], "--val-path={root} is"),
+        (HUB, HUB.replace("c0", "d0"), {"val_path": HUB}, [], "--val-path={root} is what"),
         ("/data", "/data", {}, ["curriculum"], "restore the files that base-seed1 read in {root}"),
         # other files
         (HUB, "/data", {}, ["data_path"], "the same --val-path for both"),
         ("/data", "/val", {}, ["val_path"], "the same --val-path for both, or none"),
         ("/val", "/other", {"val_path": "/val"}, ["data_path"], "--val-path={root} is what"),
-        ("/data", "/more", {"val_fraction": 0.1}, ["data_path"], "select its documents alike"),
+        (HUB, HUB.replace("c0", "d0"), {}, ["data_path"], "the same --val-path for both"),
+        ("/data", "/more", {"val_fraction": 0.1}, ["data_path"], "the same --val-path for both"),
+        ("/data", "/data", {"val_fraction": 0.1}, ["curriculum"], "restore the files"),
     ],
 )
 def test_a_remedy_names_the_flag_that_chose_the_validation_files(root, other, config, named, words):
@@ -248,6 +251,10 @@ def test_a_remedy_names_the_flag_that_chose_the_validation_files(root, other, co
     )
     keep = repeat.how_to_read(first, "val", of_buckets(other), named)
     assert words.format(root=root) in keep
+    if "--val-path={" in words:  # of a single file, the file
+        del first.manifests["val"]["code"]
+        keep = repeat.how_to_read(first, "val", of_buckets(other), named)
+        assert f"--val-path={root}/web is what base-seed1 read" in keep
 
 
 def test_a_variant_that_validates_with_other_documents_of_the_same_files_is_refused(

@@ -458,7 +458,9 @@ class RunReader:
         for launch in taken_by.values():
             launch.has_steps = True
         # the record of a fork has the code of its first launch, even if that took no step
-        before = launches[0].model_code if launches and self.fork else {}
+        before: dict[str, str] = {}
+        with contextlib.suppress(OSError, ValueError):  # config.json is missing or corrupt
+            before = launches[0].model_code if launches and self.fork else {}
         for launch in launches:
             if launch.has_steps:
                 launch.other_code = changed_code(before, launch.model_code)

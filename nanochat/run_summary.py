@@ -390,8 +390,10 @@ def fetched_bytes(start: Start) -> int:
         for pin in manifest["files"]
         if str(manifest["root"]).startswith(("hf://", "https://", "http://"))
     ]
-    cache = get_base_dir() / "data_cache"
-    holds = sum(path.stat().st_size for path in cache.iterdir()) if cache.is_dir() else 0
+    holds = 0
+    for path in (get_base_dir() / "data_cache").glob("*"):
+        with contextlib.suppress(FileNotFoundError):  # it was just renamed, or deleted to make room
+            holds += path.stat().st_size
     return max(0, min(sum(sizes), int(start.settings.data_cache * 1e9)) - holds)
 
 

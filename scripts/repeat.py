@@ -39,7 +39,6 @@ import argparse
 import contextlib
 import math
 import os
-import re
 import shlex
 import statistics
 import subprocess
@@ -248,31 +247,29 @@ def how_to_read(first: RunReader, split: str, ours: Mapping[str, Any], named: Se
     that it would read; `named`: settings by which it is to read other data than `first`."""
     theirs = first.manifests[split]
     root = next(manifest["root"] for manifest in theirs.values())
-    names = [pin["name"] for manifest in theirs.values() for pin in manifest["files"]]
-    is_given = split == "val" and first.last_config.get("val_path") is not None
+    names = names_of(theirs)
     place = f"{root}/{names[0]}" if len(names) == 1 else root
+    is_given = split == "val" and first.last_config.get("val_path") is not None
     if {*SELECTING} & {*named}:
         return "name the same --val-path for both, and select its documents alike"
-    is_moved = root.startswith("hf://") and not {"data_path", "val_path"} & {*named}
-    if named and places_of(theirs, is_moved) != places_of(ours, is_moved):
-        # a data path has another rule for what validates than a --val-path
+
+    # other files were chosen; a data path has another rule for what validates than a --val-path
+    names_path = not {"data_path", "val_path"}.isdisjoint(named)
+    if names_path or (named and names != names_of(ours)):
         if is_given or (len(names) == 1 and not first.last_config.get("val_fraction")):
             return f"--val-path={place} is what {first.name} read"
         return "name the same --val-path for both" + ", or none" * ([*named] == ["val_path"])
+
+    # the same files have changed
     if root.startswith("hf://"):
         flag = f"--val-path={place}" if is_given else f"--data-path={root}"
         return f"{flag} is what {first.name} read"
     return f"restore the files that {first.name} read in {root}"
 
 
-def places_of(manifests: Mapping[str, Any], is_moved: bool) -> set[str]:
-    """The places of the files of a split, of a branch that has moved on without the commit."""
-    places = {
-        f"{manifest['root']}/{pin['name']}"
-        for manifest in manifests.values()
-        for pin in manifest["files"]
-    }
-    return {re.sub("^(hf://[^@]*)@[^/]*", r"\1", place) for place in places} if is_moved else places
+def names_of(manifests: Mapping[str, Any]) -> list[str]:
+    """The names of the files of all buckets, below their roots."""
+    return [pin["name"] for manifest in manifests.values() for pin in manifest["files"]]
 
 
 def check_code(run: RunReader, code: Mapping[str, str], who: str) -> None:

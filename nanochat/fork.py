@@ -87,7 +87,6 @@ from nanochat.stream import AnyStreamConfig, Cursor, stream_identity
 MACHINE = ("world_size", "cpu_threads", "device_type")
 # settings that decide the length of a run
 LENGTH = ("num_iterations", "target_flops", "target_param_data_ratio", "curriculum")
-PACKING = ("T", "layout", "long_docs", "overlap")  # a change of these packs documents anew
 
 
 @dataclass(frozen=True)
@@ -485,7 +484,6 @@ def continue_cursors(
         left=sorted(theirs.keys() - {*going_on}),
         new=sorted(data.train.keys() - {*going_on}),
     )
-    is_packed_anew = any(getattr(before, name) != getattr(config, name) for name in PACKING)
     same_mix = "curriculum" not in fork.changes
     same_data = all(
         cursors[0]["stream"].get(name) == identity[name]
@@ -499,7 +497,7 @@ def continue_cursors(
         for bucket, feed in cursor["buckets"].items():
             if bucket not in going_on:
                 continue
-            begins = pack_anew(feed, before, config) if is_packed_anew else dict(feed)
+            begins = pack_anew(feed, before, config) if fork.packs_anew else dict(feed)
             if len(ours[bucket].get("joined", ())) > len(theirs[bucket].get("joined", ())):
                 source = data.train[bucket]
                 begins["place"] = _begin_of_share(source, bucket, config, cursor["lane"], feed)
@@ -542,7 +540,8 @@ def _check_order(
 ) -> None:
     """ValueError if a fork cannot continue the order of its parent. `differing`: what differs
     in the identities of their streams."""
-    may_differ = {*PACKING, "buffer_size", "pack", "curriculum", "share_limit"}
+    packing = {"T", "layout", "long_docs", "overlap"}
+    may_differ = {*packing, "buffer_size", "pack", "curriculum", "share_limit"}
     for name, was, now in differing:
         if name not in may_differ and not name.startswith("data "):
             raise ValueError(

@@ -176,6 +176,10 @@ def read_config(run_dir: Path) -> dict[str, Any]:
     return read_json(path, dict, remedy=remedy)
 
 
+# settings whose change packs documents anew
+PACKING = {"max_seq_len", "packing", "long_docs", "overlap"}
+
+
 class Fork(NamedTuple):
     """The record of a fork in its config.json. Steps and tokens are the parent's at the fork."""
 
@@ -212,6 +216,11 @@ class Fork(NamedTuple):
     def place(self) -> str:
         """The parent and the step, such as mine@1,000."""
         return f"{self.run}@{self.step:,}"
+
+    @property
+    def packs_anew(self) -> bool:
+        """Whether it packs the parent's pending documents anew, so that its ledger starts with them."""
+        return not PACKING.isdisjoint(self.changes)
 
 
 # ---- settings in words ---------------------------------------------------------------------------

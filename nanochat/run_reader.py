@@ -94,10 +94,6 @@ Table = list[tuple[Any, ...]]
 LogRecord = dict[str, Any]  # a line of the log
 
 
-# settings whose change in a fork packs documents anew
-PACKING = {"max_seq_len", "packing", "long_docs", "overlap"}
-
-
 @dataclass
 class Launch:
     """One launch of a run, built from its lines in the log."""
@@ -696,8 +692,8 @@ class RunReader:
         """{bucket: about how often the run has read its training files} after `step` steps; empty if
         the cursors of that step were not kept. What waits in the packer's buffer has not been read.
 
-        Without buckets that this run, or an ancestor that is here, packed anew: their ledger began again
-        with what was pending then."""
+        Buckets that this run, or an ancestor that is here, has packed anew are left out: their ledger
+        began again with what was pending then."""
         accounts = self._ledger_at(step)
         packed_anew = set[str]()
         for run in self._line():
@@ -706,7 +702,7 @@ class RunReader:
             begins = run._ledger_at(run.fork.step)
             if not begins:
                 return {}
-            if PACKING & run.fork.changes.keys():
+            if run.fork.packs_anew:
                 packed_anew |= begins.keys()
         passes = {}
         for bucket, account in accounts.items():

@@ -383,6 +383,8 @@ def fetched_bytes(start: Start) -> int:
     """How many bytes the data cache may still take while the run trains: its files on the Hub and on web
     servers, up to --data-cache, less what the cache holds."""
     manifests = start.manifests or read_manifests(start.run_dir / DATA_MANIFEST)
+    if not manifests and start.parent is not None:
+        manifests = start.parent.manifests
     sizes = [
         pin["size"]
         for buckets in manifests.values()

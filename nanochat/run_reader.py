@@ -46,6 +46,7 @@ from nanochat.run_dir import (
     find_run_at,
     is_step,
     iter_log,
+    newest_events,
     read_config,
     read_cursors,
     run_made_of,
@@ -814,8 +815,12 @@ class RunReader:
             but = ""
             with contextlib.suppress(OSError, ValueError):
                 but = but_resume(config_at(self.run_dir, math.inf))
-            goes_on = "starts the run again" if status["saved_step"] is None else "resumes the run"
-            remedy = self.damaged_tokens() or f"the same command{but} {goes_on}"
+            remedy = f"the same command{but} resumes the run"
+            if status["saved_step"] is None:
+                remedy = f"the same command{but} starts the run again"
+                if "saved" in newest_events(self.run_dir, math.inf) and status["mirror"] is None:
+                    remedy = "none of its checkpoints is here: restore one, or start over with --resume=scratch --force"
+            remedy = self.damaged_tokens() or remedy
             status |= logged_progress(self.run_dir)  # the last state may be older than the log
             status |= {
                 "shown": "dead",

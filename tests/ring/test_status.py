@@ -478,6 +478,15 @@ def test_a_dead_run_is_only_resumed_from_a_save(base, saved, words):
     assert RunReader(path).status()["reason"].endswith(f"the same command {words}")
 
 
+def test_a_dead_run_whose_checkpoints_are_gone_does_not_start_again(base):
+    """Regression: "starts the run again", which the launch refuses, because they may be elsewhere."""
+    path = fake_run(base, "d1", "running", step=9, ranks=[{**identify(), "start": "1"}])
+    saved = {"event": "saved", "step": 5, "time": 1e9, "checkpoint": "checkpoint-5"}
+    write_log(path, started("a", 0), saved)
+    reason = RunReader(path).status()["reason"]
+    assert "restore one" in reason and "the same command" not in reason
+
+
 def test_a_state_that_knows_more_than_the_log_of_its_launch_stays(base):
     path = fake_run(base, "d1", "failed", step=33, launch="a", reason="rank 1 hangs")
     write_log(path, started("a", 0), logged_step(32))

@@ -337,11 +337,15 @@ def split_train_val(
         _check_val_folders(data.folder)
     train, val, _ = find_splits(data, data_format, by_bucket=by_bucket)
     if shared:
-        named = val_data or next((files[0] for files in val.values()), None)
-        if named is not None:
+        if val_data is not None:
             raise ValueError(
-                f"--val-fraction: the data already has validation files ({named}); leave out this flag, or remove "
-                f"those files"
+                f"--val-fraction: {val_data} is named for validation; leave out this flag, or --val-path"
+            )
+        named = next((files[0] for files in val.values()), None)
+        if named is not None:
+            remedy = "" if isinstance(data.folder, Remote) else ", or remove those files"
+            raise ValueError(
+                f"--val-fraction: the data already has validation files ({named}); leave out this flag{remedy}"
             )
         return {"train": train, "val": train}
     if val_data is not None:

@@ -153,6 +153,16 @@ def test_a_killed_run_ends_with_the_weights_of_a_downloaded_copy(hub, made, mean
     assert len(training.events("started")) == 2
 
 
+def test_nobody_is_told_to_remove_files_from_the_hub(hub, made):
+    """Regression: the advice for --val-fraction where a data set has files for validation."""
+    shards = [*made.files.values()]
+    names = ("train-00000-of-00001", "validation-00000-of-00001")
+    hub.commit("own/set", {f"data/{name}.parquet": data for name, data in zip(names, shards)})
+    with pytest.raises(ValueError, match="already has validation files") as error:
+        split_train_val(data_at(SET), shared=True)
+    assert "leave out this flag" in str(error.value) and "remove" not in str(error.value)
+
+
 def test_the_room_for_checkpoints_leaves_room_for_data_that_is_fetched(hub, made):
     """Regression: the disk was large enough for the checkpoints, until the data cache had filled it."""
     settings = replace(Settings(), depth=1, data_path=SET)

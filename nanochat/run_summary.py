@@ -392,6 +392,8 @@ def fetched_bytes(start: Start) -> int:
         for pin in manifest["files"]
         if str(manifest["root"]).startswith(("hf://", "https://", "http://"))
     ]
+    if not sizes:
+        return 0
     holds = 0
     for path in (get_base_dir() / "data_cache").glob("*"):
         with contextlib.suppress(FileNotFoundError):  # it was just renamed, or deleted to make room

@@ -692,25 +692,15 @@ class RunReader:
     def passes(self, step: int) -> dict[str, float]:
         """{bucket: about how often the run has read its training files} after `step` steps; empty if
         the cursors of that step were not kept. What waits in the packer's buffer has not been read.
-
-        Buckets that this run, or an ancestor that is here, has packed anew are left out: their ledger
-        began again with what was pending then."""
-        accounts = self._ledger_at(step)
-        packed_anew = set[str]()
-        for run in self._line():
-            if run.fork is None:
-                break
-            begins = run._ledger_at(run.fork.step)
-            if not begins:
-                return {}
-            if run.fork.packs_anew:
-                packed_anew |= begins.keys()
-        passes = {}
-        for bucket, account in accounts.items():
+        Empty for a fork, too: its ledger need not count all that its ancestors read, whose packing and
+        files may have been others."""
+        passes: dict[str, float] = {}
+        if self.fork is not None:
+            return passes
+        for bucket, account in self._ledger_at(step).items():
             manifest = self.manifests.get("train", {}).get(bucket, {"files": []})
             num_documents = sum(sum(entry["groups"]) for entry in manifest["files"])
-            is_counted = num_documents and account["documents"]  # other orders count none
-            if is_counted and bucket not in packed_anew:
+            if num_documents and account["documents"]:  # other orders count none
                 left = account["emitted"] + account["cropped"]
                 share = left / max(1, left + account["pending"])
                 passes[bucket] = share * account["documents"] / num_documents
@@ -818,7 +808,10 @@ class RunReader:
             remedy = f"the same command{but} resumes the run"
             if status["saved_step"] is None:
                 remedy = f"the same command{but} starts the run again"
-                if "saved" in newest_events(self.run_dir, math.inf) and status["mirror"] is None:
+                mirror = status["mirror"]
+                if mirror and (mirror["step"] or 0) > 0:
+                    remedy = f"the same command{but} resumes the run from its mirror"
+                elif "saved" in newest_events(self.run_dir, math.inf):
                     remedy = "none of its checkpoints is here: restore one, or start over with --resume=scratch --force"
             remedy = self.damaged_tokens() or remedy
             status |= logged_progress(self.run_dir)  # the last state may be older than the log

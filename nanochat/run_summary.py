@@ -21,7 +21,6 @@ from nanochat.common import (
     as_path,
     counted,
     few,
-    get_base_dir,
     get_dist_info,
     is_remote,
     print0,
@@ -32,7 +31,7 @@ from nanochat.dataloader import StepLayout
 from nanochat.dist import peak_memory, write_memory
 from nanochat.files import FORMATS, data_at, paths_in
 from nanochat.fork import describe_fork
-from nanochat.pins import DATA_MANIFEST, Manifest, not_searched, read_manifests
+from nanochat.pins import Manifest, not_searched
 from nanochat.run_dir import CONFIG_NAME, Fork, but_resume, mix_text
 from nanochat.run_settings import (
     build_model,
@@ -349,7 +348,7 @@ def _notes(start: Start, layout: StepLayout, device: torch.device) -> Iterator[s
 
 
 class DiskRoom(NamedTuple):
-    """Whether the checkpoints of a run, and the data that it fetches, fit on its disk."""
+    """Whether the checkpoints of a run fit on its disk."""
 
     begins: bool  # whether the first ones do
     lasts: bool  # whether all that the run keeps do
@@ -370,35 +369,13 @@ def disk_room(start: Start, here: Sequence[Path]) -> DiskRoom:
         f"{size_text(free)} free in {folder}, a checkpoint takes about {size_text(num_bytes)}, the run "
         f"keeps {number:,}"
     )
-    if fetched := fetched_bytes(start):
-        needs += f"; fetched data takes up to {size_text(fetched)} more (--data-cache)"
+    if any(map(is_remote, paths_in(start.settings.data_path or ""))):
+        needs += f", beside up to {start.settings.data_cache:,g} GB of fetched data (--data-cache)"
     return DiskRoom(
         begins=free >= min(COPIES, more) * num_bytes,
-        lasts=free > more * num_bytes + fetched,
+        lasts=free > more * num_bytes,
         needs=needs,
     )
-
-
-def fetched_bytes(start: Start) -> int:
-    """How many bytes the data cache may still take while the run trains: its files on the Hub and on web
-    servers, up to --data-cache, less what the cache holds."""
-    manifests = start.manifests or read_manifests(start.run_dir / DATA_MANIFEST)
-    if not manifests and start.parent is not None:
-        manifests = start.parent.manifests
-    sizes = [
-        pin["size"]
-        for buckets in manifests.values()
-        for manifest in buckets.values()
-        for pin in manifest["files"]
-        if str(manifest["root"]).startswith(("hf://", "https://", "http://"))
-    ]
-    if not sizes:
-        return 0
-    holds = 0
-    for path in (get_base_dir() / "data_cache").glob("*"):
-        with contextlib.suppress(FileNotFoundError):  # it was just renamed, or deleted to make room
-            holds += path.stat().st_size
-    return max(0, min(sum(sizes), int(start.settings.data_cache * 1e9)) - holds)
 
 
 def size_text(num_bytes: int) -> str:

@@ -29,7 +29,7 @@ at least 2 / 2^n: n pairs can be significant only from n = 6 on. With fewer, the
 All runs must read the same files: a seed that would be trained on others, because a branch moved on
 or a folder has a new file, is refused before it begins. The same holds for the code of the model. With
 `--against`, the training files may differ only if the flags name other data than BASE's, the code may
-differ, and the validation text may not.
+differ, and the validation text may not: where the data differs, name one --val-path for both.
 
 <base dir>/repeats/NAME.json has the results, seeds and flags. <base dir> is $NANOCHAT_BASE_DIR or
 ~/.cache/nanochat.
@@ -232,44 +232,26 @@ def check_data(
     kind = "training" if split == "train" else "validation"
     who = f"{run} has read" if run else "the next run would read"
 
-    keep = how_to_read(first, split, manifests[split], named)
     again = "train the base again" if against else "train all seeds on the present data"
-    remedy = f"{keep}, or {again} under another --name"
+    remedy = f"read the same documents for both, or {again} under another --name"
     if run:  # only another name has no run that has read other files
-        remedy = f"train all seeds under another --name; {keep}"
+        remedy = "train all seeds under another --name"
     raise ValueError(
-        f"{who} other {kind} data than {first.name} ({file}), so their results cannot be compared; {remedy}"
+        f"{who} other {kind} data than {first.name} ({file}), so their results cannot be compared; {first.name} read "
+        f"{place_of(first.manifests[split])}: {remedy}"
     )
 
 
-def how_to_read(first: RunReader, split: str, ours: Mapping[str, Any], named: Sequence[str]) -> str:
-    """How a run reads the files of a split that `first` has read. `ours`: {bucket: manifest} of those
-    that it would read; `named`: settings by which it is to read other data than `first`."""
-    theirs = first.manifests[split]
-    root = next(manifest["root"] for manifest in theirs.values())
-    names = names_of(theirs)
-    place = f"{root}/{names[0]}" if len(names) == 1 else root
-    is_given = split == "val" and first.last_config.get("val_path") is not None
-    if {*SELECTING} & {*named}:
-        return "name the same --val-path for both, and select its documents alike"
-
-    # other files were chosen; a data path has another rule for what validates than a --val-path
-    names_path = not {"data_path", "val_path"}.isdisjoint(named)
-    if names_path or (named and names != names_of(ours)):
-        if is_given or (len(names) == 1 and not first.last_config.get("val_fraction")):
-            return f"--val-path={place} is what {first.name} read"
-        return "name the same --val-path for both" + ", or none" * ([*named] == ["val_path"])
-
-    # the same files have changed
-    if root.startswith("hf://"):
-        flag = f"--val-path={place}" if is_given else f"--data-path={root}"
-        return f"{flag} is what {first.name} read"
-    return f"restore the files that {first.name} read in {root}"
-
-
-def names_of(manifests: Mapping[str, Any]) -> list[str]:
-    """The names of the files of all buckets, below their roots."""
-    return [pin["name"] for manifest in manifests.values() for pin in manifest["files"]]
+def place_of(manifests: Mapping[str, Any]) -> str:
+    """Where the files of a split are: the path of a single file, or the number of files in each root."""
+    files: dict[str, list[str]] = {}  # {root: names}
+    for manifest in manifests.values():
+        files.setdefault(manifest["root"], []).extend(pin["name"] for pin in manifest["files"])
+    places = [
+        f"{root}/{names[0]}" if len(names) == 1 else f"{len(names):,} files in {root}"
+        for root, names in files.items()
+    ]
+    return few(places)
 
 
 def check_code(run: RunReader, code: Mapping[str, str], who: str) -> None:

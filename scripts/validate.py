@@ -110,8 +110,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.fork_from is not None and not args.model_tag:
         args.model_tag = f"fork-{os.getpid()}"  # nothing starts, so any free name will do
         default = " (to train it, name it with --model-tag)"
-    check_flags(args)
     settings = from_flags(args)
+    check_flags(args, settings)
     brings_run = check_launch(settings)
     ok("flags")
     device = torch.device(settings.device_type or autodetect_device_type())
@@ -128,14 +128,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     print_split(run)
     if args.decontaminate:
         decontaminate(run, args.decontaminate, args.ngram, args.list)
-    if not order_of(run.settings).has_plan:
+    is_good = True
+    if order_of(run.settings).has_plan:
+        plan = make_run_plan(run, run.data)
+        if args.plot:
+            draw(plan, args.plot)
+            ok(f"plot {args.plot}")
+        is_good = report_plan(plan, run)
+    else:
         report_readings(run)
-        return EXIT_FAILED if refused else 0
-    plan = make_run_plan(run, run.data)
-    if args.plot:
-        draw(plan, args.plot)
-        ok(f"plot {args.plot}")
-    is_good = report_plan(plan, run)
     if is_good and not refused:
         if has_room:
             ok("training can start")
@@ -144,7 +145,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0 if is_good and not refused else EXIT_FAILED
 
 
-def check_flags(args: argparse.Namespace) -> None:
+def check_flags(args: argparse.Namespace, settings: Settings) -> None:
     """ValueError for a step that was not saved, or a flag without effect."""
     unsaved = unsaved_step(args.fork_from)
     if unsaved is not None:
@@ -158,6 +159,8 @@ def check_flags(args: argparse.Namespace) -> None:
         raise ValueError(
             f"--{idle[0]}: has no effect without --decontaminate; name a benchmark there"
         )
+    if args.plot and not order_of(settings).has_plan:
+        raise ValueError(f"--plot: there is no plan with --order={settings.order}; leave it out")
 
 
 def check_launch(settings: Settings) -> bool:

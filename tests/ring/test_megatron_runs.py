@@ -269,7 +269,15 @@ def test_validate_reports_samples_and_writes_nothing(workplace, capsys, monkeypa
         GPTDataset, "shuffle_index", property(lambda self: pytest.fail("it shuffled"))
     )
     assert validate.main(flags(**workplace, device_batch_size=4)) == 0 and not run_dir().exists()
-    assert re.search("ok: data: .* tokens; this run reads .* times", capsys.readouterr().out)
+    out = capsys.readouterr().out
+    assert re.search("ok: data: .* tokens; this run reads .* times", out)
+    assert out.endswith("ok: training can start\n")
+
+
+def test_validate_refuses_a_plot_of_an_order_without_a_plan(workplace):
+    """Regression: nothing was drawn, and nothing was said."""
+    with pytest.raises(ValueError, match=r"--plot: there is no plan with --order=megatron"):
+        validate.main([*flags(**workplace), "--plot=x.png"])
 
 
 def test_validate_and_a_new_run_say_how_often_the_data_is_read(workplace, capsys):

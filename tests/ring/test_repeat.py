@@ -152,7 +152,7 @@ def test_a_seed_that_would_read_a_new_training_file_is_refused_before_it_begins(
     add_file(workplace, "shard_1b.parquet")
     error = refused("--name=p", *words, val_path=fixed_val)
     assert "the next run would read other training data than p-seed1 (shard_1b.parquet dif" in error
-    assert f"restore the files that p-seed1 read in {workplace / 'data'}, or" in error
+    assert f"p-seed1 read 3 files in {workplace / 'data'}: read the same documents" in error
     assert "under another --name" in error
 
 
@@ -213,48 +213,22 @@ def test_a_variant_may_name_other_training_data_but_no_other_validation_text(
     training.write_shard(more / "shard_9.parquet", training.texts(96, seed=7))
     error = refused("--name=v", "--against=base", data_path=more)
     val = workplace / "data" / "shard_3.parquet"
-    assert f"--val-path={val} is what base-seed1 read" in error and "shard_3" in error
+    assert f"base-seed1 read {val}: read the same documents for both, or" in error
     _, out = command(capfd, "--name=v", "--against=base", data_path=more, val_path=val)
     note = "note: the training data is not that of base (--data-path, --val-path)"
     assert 0 < out.index(note) < out.index("mean difference")
 
 
-HUB = "hf://datasets/own/set@c0ffee/data"
-
-
-@pytest.mark.parametrize(
-    ("root", "other", "config", "named", "words"),
-    [
-        # the same files, which have changed
-        (HUB, "hf://datasets/own/set@beef/data", {}, ["curriculum"], "--data-path={root} is what"),
-        (HUB, HUB.replace("c0", "d0"), {"val_path": HUB}, ["curriculum"], "--val-path={root} is"),
-        (HUB, HUB.replace("c0", "d0"), {"val_path": HUB}, [], "--val-path={root} is what"),
-        ("/data", "/data", {}, ["curriculum"], "restore the files that base-seed1 read in {root}"),
-        # other files
-        (HUB, "/data", {}, ["data_path"], "the same --val-path for both"),
-        ("/data", "/val", {}, ["val_path"], "the same --val-path for both, or none"),
-        ("/val", "/other", {"val_path": "/val"}, ["data_path"], "--val-path={root} is what"),
-        (HUB, HUB.replace("c0", "d0"), {}, ["data_path"], "the same --val-path for both"),
-        ("/data", "/more", {"val_fraction": 0.1}, ["data_path"], "the same --val-path for both"),
-        ("/data", "/data", {"val_fraction": 0.1}, ["curriculum"], "restore the files"),
-    ],
-)
-def test_a_remedy_names_the_flag_that_chose_the_validation_files(root, other, config, named, words):
-    """Regression: of two buckets, --val-path with the folder of a --data-path was advised, which chooses
-    other files, so the next error advised the flag that had just been given."""
-
-    def of_buckets(root):
-        return {bucket: {"root": root, "files": [{"name": bucket}]} for bucket in ("web", "code")}
-
-    first = SimpleNamespace(
-        name="base-seed1", manifests={"val": of_buckets(root)}, last_config=config
+def test_a_refusal_says_where_the_files_are_that_were_read():
+    """Regression: a flag was guessed that would read them, and named other files."""
+    commit = "hf://datasets/own/set@c0ffee"
+    web = {"root": commit, "files": [{"name": "web/0"}]}
+    assert repeat.place_of({"web": web}) == f"{commit}/web/0"
+    code = {"root": commit, "files": [{"name": "code/0"}, {"name": "code/1"}]}
+    math = {"root": "/math", "files": [{"name": "0"}]}
+    assert repeat.place_of({"web": web, "code": code, "math": math}) == (
+        f"3 files in {commit}, /math/0"
     )
-    keep = repeat.how_to_read(first, "val", of_buckets(other), named)
-    assert words.format(root=root) in keep
-    if "--val-path={" in words:  # of a single file, the file
-        del first.manifests["val"]["code"]
-        keep = repeat.how_to_read(first, "val", of_buckets(other), named)
-        assert f"--val-path={root}/web is what base-seed1 read" in keep
 
 
 def test_a_variant_that_validates_with_other_documents_of_the_same_files_is_refused(
@@ -263,7 +237,7 @@ def test_a_variant_that_validates_with_other_documents_of_the_same_files_is_refu
     command(capfd, "--name=base", "--seeds=2")
     error = refused("--name=v", "--against=base", min_chars=50)
     assert "other validation data than base-seed1 (shard_3.parquet differs)" in error
-    assert "name the same --val-path for both, and select its documents alike" in error
+    assert "read the same documents for both, or train the base again under another" in error
 
 
 def test_seeds_that_read_other_data_are_not_pooled(warm_processes, capfd):

@@ -487,6 +487,21 @@ def test_a_dead_run_whose_checkpoints_are_gone_does_not_start_again(base):
     assert "restore one" in reason and "the same command" not in reason
 
 
+@pytest.mark.parametrize(
+    ("step", "words"),
+    [(5, "resumes the run from its mirror"), (-1, "restore one"), (None, "restore")],
+)
+def test_a_dead_run_without_checkpoints_is_resumed_from_a_mirror_that_has_one(base, step, words):
+    """Regression: "starts the run again"."""
+    path = fake_run(base, "d1", "running", step=9, ranks=[{**identify(), "start": "1"}])
+    saved = {"event": "saved", "step": 5, "time": 1e9, "checkpoint": "checkpoint-5"}
+    write_log(path, started("a", 0), saved)
+    mirror = {"mirror": "/far", "run": "r", "checkpoint": None, "step": step, "copied": None}
+    mirror |= {"pending": None, "bytes_left": 0, "problem": ""}
+    (path / run_state.MIRROR_NAME).write_text(json.dumps(mirror))
+    assert words in RunReader(path).status()["reason"]
+
+
 def test_a_state_that_knows_more_than_the_log_of_its_launch_stays(base):
     path = fake_run(base, "d1", "failed", step=33, launch="a", reason="rank 1 hangs")
     write_log(path, started("a", 0), logged_step(32))

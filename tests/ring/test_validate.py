@@ -9,7 +9,6 @@ import sys
 import pytest
 
 from nanochat import plan as plan_module
-from nanochat import run_summary
 from nanochat.common import read_json
 from nanochat.plan import Plan, Sample
 from nanochat.run_dir import PLAN_NAME, read_log
@@ -365,15 +364,6 @@ def test_a_run_on_a_disk_that_will_be_full_begins_with_a_warning(workplace, monk
     assert "warning: the disk" not in training.succeed(**longer).out
     again = longer | {"resume": "scratch", "force": True}
     assert "ok: training can start" not in checked(**again)[1], "the old run keeps its room"
-
-
-def test_data_that_is_fetched_takes_the_room_of_checkpoints(workplace, monkeypatch):
-    """Regression: "ok", until the cache of fetched data had filled the disk."""
-    mix(workplace, 5, 0.01)
-    monkeypatch.setattr(run_summary, "fetched_bytes", lambda start: 10**16)
-    code, out, _ = checked(num_iterations=10)
-    assert code == 0 and re.search(r"warning: disk: .* 10,000,000.0 GB more \(--data-cache\)", out)
-    assert "ok: training" not in out
 
 
 def test_a_fork_that_starts_over_begins_without_a_warning_if_its_checkpoints_fit(

@@ -370,7 +370,8 @@ def disk_room(start: Start, here: Sequence[Path]) -> DiskRoom:
         f"keeps {number:,}"
     )
     if any(map(is_remote, paths_in(start.settings.data_path or ""))):
-        needs += f", beside up to {start.settings.data_cache:,g} GB of fetched data (--data-cache)"
+        fetched = int(min(start.settings.data_cache * 1e9, free / 2))  # see `range_cache`
+        needs += f", beside up to {size_text(fetched)} of fetched data (--data-cache)"
     return DiskRoom(
         begins=free >= min(COPIES, more) * num_bytes,
         lasts=free > more * num_bytes,

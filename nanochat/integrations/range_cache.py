@@ -8,9 +8,10 @@ A range is a column of a row group as the file stores it, so it is compressed. I
 identifies the file's bytes (its sha256, or URL, ETag and size), so another version's range is never
 used, and data sets that share files share ranges.
 
-**Limit.** The folder holds at most `limit` bytes: beyond, the ranges that were used longest ago are
-deleted, down to nine tenths of the limit. The time of last use is the file's modification time. A
-process counts what it adds, and measures the folder each time it has added a 64th of the limit, so
+**Limit.** The folder holds at most `limit` bytes, and at most half of what its disk has for it (its
+own bytes and the free ones), so that checkpoints find room. Beyond, the ranges that were used longest
+ago are deleted, down to nine tenths of that. The time of last use is the file's modification time. A
+process counts what it adds, and measures the folder each time it has added a 64th of this room, so
 W processes exceed it by W / 64 at most.
 
 **Several processes, and kills.** A range is written under a temporary name and renamed. It is not
@@ -31,6 +32,7 @@ import itertools
 import logging
 import os
 import secrets
+import shutil
 import threading
 import time
 from collections.abc import Callable
@@ -72,7 +74,8 @@ class RangeCache:
         self._recent: dict[str, None] = {}  # names of jobs, the oldest first
         self._numbers = itertools.count()
         self._workers = 0
-        self._added = limit  # bytes since the folder was measured, which it was not yet
+        self._room = 0  # bytes that the folder may hold, when it was measured
+        self._added = 0  # bytes since then
         self._can_write = True
 
     def read(self, name: str, fetch: Fetch) -> bytes:
@@ -176,7 +179,7 @@ class RangeCache:
             return
         with self._lock:
             self._added += len(data)
-            is_due = self._added > self.limit // 64
+            is_due = self._added > self._room // 64
         if is_due:
             self._trim()
 
@@ -196,17 +199,20 @@ class RangeCache:
         process that is doing so is left to it."""
         with contextlib.suppress(OSError), (self.folder / ".lock").open("wb") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            with self._lock:
-                self._added = 0
             entries = self._measure()
             total = sum(size for _, size, _ in entries)
-            if total <= self.limit:
+            free = shutil.disk_usage(self.folder).free
+            room = min(self.limit, (total + free) // 2)
+            with self._lock:
+                self._room = room
+                self._added = 0
+            if total <= room:
                 return
             for _, size, path in sorted(entries):
                 with contextlib.suppress(FileNotFoundError):
                     path.unlink()
                 total -= size
-                if total <= self.limit * 0.9:
+                if total <= room * 0.9:
                     return
 
     def _measure(self) -> list[tuple[int, int, Path]]:

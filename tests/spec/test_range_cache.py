@@ -1,6 +1,7 @@
 """Ranges of remote files on disk: fetched once, at most so many bytes, never corrupt."""
 
 import os
+import shutil
 import threading
 
 import pytest
@@ -70,6 +71,23 @@ def test_the_folder_stays_below_its_limit_with_several_processes(cache, server):
         others[number % 4].read(name, server(name))
     sizes = [(cache.folder / name).stat().st_size for name in names_in(cache)]
     assert sum(sizes) <= cache.limit and len(sizes) >= 5
+
+
+def test_the_folder_takes_half_of_a_small_disk(cache, server, monkeypatch):
+    """Regression: it filled the disk, so that no checkpoint could be written."""
+    disk = 8 * ENTRY
+    usage = shutil.disk_usage(cache.folder.parent)
+
+    def held():
+        return sum((cache.folder / name).stat().st_size for name in names_in(cache))
+
+    monkeypatch.setattr(
+        shutil, "disk_usage", lambda path: usage._replace(free=max(0, disk - held()))
+    )
+    for number in range(20):
+        cache.read(str(number), server(str(number)))
+        assert held() <= disk // 2
+    assert held() >= disk // 4 and "19" in names_in(cache)
 
 
 @pytest.mark.parametrize("damage", ["flipped", "truncated", "empty"])

@@ -701,8 +701,8 @@ class RunReader:
             manifest = self.manifests.get("train", {}).get(bucket, {"files": []})
             num_documents = sum(sum(entry["groups"]) for entry in manifest["files"])
             if num_documents and account["documents"]:  # other orders count none
-                left = account["emitted"] + account["cropped"]
-                share = left / max(1, left + account["pending"])
+                entered = account["read"] + account["bos"]
+                share = (entered - account["pending"]) / max(1, entered)
                 passes[bucket] = share * account["documents"] / num_documents
         return passes
 
@@ -808,11 +808,12 @@ class RunReader:
             remedy = f"the same command{but} resumes the run"
             if status["saved_step"] is None:
                 remedy = f"the same command{but} starts the run again"
-                mirror = status["mirror"]
-                if mirror and (mirror["step"] or 0) > 0:
-                    remedy = f"the same command{but} resumes the run from its mirror"
-                elif "saved" in newest_events(self.run_dir, math.inf):
+                if "saved" in newest_events(self.run_dir, math.inf):
                     remedy = "none of its checkpoints is here: restore one, or start over with --resume=scratch --force"
+                if status["mirror"]:  # a launch looks what it holds now
+                    remedy = (
+                        f"no checkpoint is here; the same command{but} looks for one in the mirror"
+                    )
             remedy = self.damaged_tokens() or remedy
             status |= logged_progress(self.run_dir)  # the last state may be older than the log
             status |= {

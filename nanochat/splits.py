@@ -549,7 +549,7 @@ def _accidental_split(
     last = {bucket: files for bucket, files in val.items() if bucket not in by_name}
     odd: list[str] = []
     for bucket, chosen_files in last.items():
-        where = f"bucket {bucket}" if len(val) > 1 else ""
+        where = f"bucket {bucket}" if len({*train, *val}) > 1 else ""
         odd += _odd(train.get(bucket, []), chosen_files, where)
     if not odd:
         return []

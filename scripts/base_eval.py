@@ -10,7 +10,7 @@ Evaluate a trained model: bits per byte on validation and training data, samples
 Tokenizer, data files and row length come from the run directory. With the default --eval-tokens,
 the validation result equals the one that training printed at that step. The result on training
 data is that of a sample of the training files, as large as the validation data; beside it stands
-about how often the run has read them. Only a large gap, after the run has read the files, is a sign
+about how often the run has read them, if it is no fork. Only a large gap, after the run has read the files, is a sign
 of overfitting. For comparison, a unigram model is evaluated, which only knows how frequent each
 token is in the first rows of training. CORE needs only the run's model and tokenizer, and the
 eval_bundle folder (nanochat/core_eval.py).

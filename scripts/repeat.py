@@ -229,11 +229,14 @@ def check_data(
     # what differs
     theirs: Manifests = {split: first.manifests[split]}
     file = compare_files(theirs, {split: manifests[split]}).first
+    if named:
+        file += f"; the flags name other data: {', '.join(map(flag, named))}"
     kind = "training" if split == "train" else "validation"
     who = f"{run} has read" if run else "the next run would read"
 
     again = "train the base again" if against else "train all seeds on the present data"
-    remedy = f"read the same documents for both, or {again} under another --name"
+    both = " for both" if against else ""
+    remedy = f"read the same documents{both}, or {again} under another --name"
     if run:  # only another name has no run that has read other files
         remedy = "train all seeds under another --name"
     raise ValueError(

@@ -236,7 +236,8 @@ def test_a_variant_that_validates_with_other_documents_of_the_same_files_is_refu
 ):
     command(capfd, "--name=base", "--seeds=2")
     error = refused("--name=v", "--against=base", min_chars=50)
-    assert "other validation data than base-seed1 (shard_3.parquet differs)" in error
+    assert "other validation data than base-seed1 (shard_3.parquet differs; " in error
+    assert "the flags name other data: --min-chars)" in error
     assert "read the same documents for both, or train the base again under another" in error
 
 

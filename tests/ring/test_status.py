@@ -496,10 +496,10 @@ def test_a_dead_run_without_checkpoints_is_resumed_from_a_mirror_that_has_one(ba
     path = fake_run(base, "d1", "running", step=9, ranks=[{**identify(), "start": "1"}])
     saved = {"event": "saved", "step": 5, "time": 1e9, "checkpoint": "checkpoint-5"}
     write_log(path, started("a", 0), saved)
-    mirror = {"mirror": "/far", "run": "r", "checkpoint": None, "step": step, "copied": None}
+    mirror = {"mirror": "/far", "run": "r", "checkpoint": "final", "step": 5, "copied": None}
     mirror |= {"pending": None, "bytes_left": 0, "problem": ""}
     (path / run_state.MIRROR_NAME).write_text(json.dumps(mirror))
-    assert words in RunReader(path).status()["reason"]
+    assert "looks for one in the mirror" in RunReader(path).status()["reason"]
 
 
 def test_a_state_that_knows_more_than_the_log_of_its_launch_stays(base):

@@ -60,6 +60,7 @@ from nanochat.common import (
     get_base_dir,
     print0,
     read_json,
+    show,
     table,
     write_json,
 )
@@ -441,6 +442,15 @@ def print_differences(base: RunReader, run: RunReader, name: str) -> None:
         print0(f"note: the training data is not that of {name} ({flags})", "", sep="\n")
     if changed := changed_code(base.model_code, run.model_code):
         print0(f"note: other model code than {name}'s: {few(changed)}", "", sep="\n")
+    theirs, ours = base.last_config["derived"], run.last_config["derived"]
+    shown = [key for key in ours if not key.startswith("params_") or key == "params_total"]
+    differ = [
+        f"{key} {show(theirs[key])} -> {show(ours[key])}"
+        for key in shown
+        if key in theirs and theirs[key] != ours[key]
+    ]
+    if differ:  # the weight decay is scaled by the number of parameters, for example
+        print0(f"note: worked out otherwise than for {name}: {', '.join(differ)}", "", sep="\n")
 
 
 def print_effect(effect: dict[str, Any]) -> None:

@@ -219,6 +219,26 @@ def test_a_variant_may_name_other_training_data_but_no_other_validation_text(
     assert 0 < out.index(note) < out.index("mean difference")
 
 
+def test_what_follows_from_another_model_is_named(capsys):
+    """Regression: a wider model had another weight decay, without a word."""
+
+    def run(derived):
+        fields = {"manifests": {}, "model_code": {}, "name": "r"}
+        return SimpleNamespace(**fields, last_config={"derived": derived}, config={})
+
+    base = run({"params_total": 100, "params_mlp": 1, "weight_decay_scaled": 0.5, "same": 1})
+    wider = run({"params_total": 120, "params_mlp": 2, "weight_decay_scaled": 0.75, "same": 1})
+    repeat.print_differences(base, wider, "base")
+    note = (
+        "note: worked out otherwise than for base: params_total 100 -> 120, weight_decay_scaled 0.5"
+    )
+    assert (
+        note in (out := capsys.readouterr().out) and "params_mlp" not in out and "same" not in out
+    )
+    repeat.print_differences(base, base, "base")
+    assert "worked out" not in capsys.readouterr().out
+
+
 def test_a_refusal_says_where_the_files_are_that_were_read():
     """Regression: a flag was guessed that would read them, and named other files."""
     commit = "hf://datasets/own/set@c0ffee"

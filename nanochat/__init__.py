@@ -25,7 +25,8 @@ Files and text:
     dataset          nanochat's names; download
 
 The stream: `curriculum` mixes buckets, `plan` says when one runs dry (in words: `plan_report`),
-`find` where a document is; `seen` (with `ngrams`) which items of a benchmark a run has trained on.
+`find` where a document is; `seen` (with `ngrams`) which items of a benchmark a run has trained on;
+in words: `find_report`, `seen_report`, `spike_report`.
 
 Training: `schedule`, `spikes`, `steps` (plain values), `loss_eval` and `evaluations` (between steps),
 `core_eval` (CORE), `engine` (generation).

@@ -731,6 +731,13 @@ def few(paths: Iterable[PurePath | str], folder: PurePath | str | None = None) -
     return ", ".join(names[:3]) + (f" and {rest:,} more" if rest > 0 else "")
 
 
+def abridged(names: Sequence[str], most: int) -> Sequence[str]:
+    """At most `most` of some names: of more, the first ones, dots and the last one."""
+    if len(names) <= most:
+        return names
+    return [*names[: most - 2], "...", names[-1]]
+
+
 def duration(seconds: float | None) -> str:
     """4.2 s, 12 min 05 s, 3 h 07 min, 2 d 04 h; a dash for None."""
     if seconds is None:

@@ -16,7 +16,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
-from nanochat import run_stream, run_uses, seen
+from nanochat import find_report, run_stream, run_uses, seen, spike_report
 from nanochat.checkpoint import find_checkpoint
 from nanochat.cli import EXIT_HALTED
 from nanochat.common import read_json
@@ -346,7 +346,7 @@ def test_no_question_is_answered_with_rows_that_the_run_did_not_train_on(
     command_line = [word.format(items=items) for word in command_line]
     if argv == ["spikes"]:
         last = training.steps()[7]
-        monkeypatch.setattr(inspect_data, "ENOUGH", 4)
+        monkeypatch.setattr(spike_report, "ENOUGH", 4)
         with open(training.log_file(), "a") as log:
             log.write(json.dumps({**last, "loss": 99.0}) + "\n")
     run(*command_line)
@@ -613,7 +613,7 @@ def test_a_spike_soon_after_a_fork_is_compared_with_the_steps_of_the_fork(killed
         **{"curriculum": killed.folder / "mix.yaml", "num_iterations": 18, "leaves": 2},
     )
     child = run_stream.open_stream_of(training.run_dir("child"))
-    assert inspect_data.compare_rows(child, 17).judged == 8
+    assert spike_report.compare_rows(child, 17).judged == 8
 
 
 @pytest.fixture
@@ -806,13 +806,13 @@ def test_of_many_documents_with_a_text_those_trained_on_are_shown(killed, monkey
         "tracer",
         lambda run: lambda document: real(run)(document) if document.name == late else iter(()),
     )
-    monkeypatch.setattr(inspect_data, "DOCUMENTS", 2)
+    monkeypatch.setattr(find_report, "DOCUMENTS", 2)
     shown = [
         (of["document"], bool(of["passes"]))
         for of in json_lines("find", "text", "--text=e", "--json")
     ]
     assert len(shown) == 2 and shown[0] == (late, True) and not shown[1][1]
-    monkeypatch.setattr(inspect_data, "DOCUMENTS", 1)
+    monkeypatch.setattr(find_report, "DOCUMENTS", 1)
     out = run("find", "text", "--text=e")
     assert "trained on parts of 1 of the first " in out
     assert "the search stopped there; at most 1 are listed" in out
@@ -839,7 +839,7 @@ def test_a_text_lists_its_documents_and_marks_the_rows_that_hold_it(killed):
     assert (
         "code/0.parquet:3 (code)" in out
         and "epoch  step" in out
-        and out.endswith(inspect_data.FIND_LEGEND + "\n")
+        and out.endswith(find_report.LEGEND + "\n")
     )
     assert re.search("\nepochs? 0(: | to )", out)
     for words in (text[:9], text[40:49]):
@@ -897,27 +897,26 @@ def a_pass(epoch, *, rows=1, cropped_after=None):
 
 def shown_passes(capsys, passes, *, with_text=False):
     running = SimpleNamespace(run=SimpleNamespace(outcome=""))
-    legend = inspect_data.print_passes(running, passes, with_text=with_text)
+    legend = find_report.print_passes(running, passes, with_text=with_text)
     return capsys.readouterr().out.splitlines(), legend
 
 
 def test_64_passes_over_a_document_are_16_lines_that_name_every_row(capsys):
     passes = [a_pass(epoch) for epoch in range(64)]
     (head, columns, *lines), legend = shown_passes(capsys, passes, with_text=True)
-    assert head == "64 passes, up to 4 in a line:"
-    wanted = ["epochs", "rows", "tokens", "loss", "rows with all of the text", "step:row"]
-    assert re.split("  +", columns.strip()) == wanted
-    assert len(lines) == inspect_data.PASSES and legend == inspect_data.GROUPS_LEGEND
-    assert re.sub(" +", " ", lines[1].strip()) == "4 to 7 4 80 3.914 4 40:0 50:0 60:0 70:0"
+    assert head == "64 rows, up to 4 in a line:"
+    assert columns.split() == ["epochs", "rows", "tokens", "loss", "step:row"]
+    assert len(lines) == find_report.LINES and legend == find_report.GROUPS_LEGEND
+    assert re.sub(" +", " ", lines[1].strip()) == "4 to 7 4 80 3.914 40:0 50:0 60:0 70:0"
     named = [word for line in lines for word in line.split() if ":" in word]
     assert named == [f"{10 * epoch}:0" for epoch in range(64)]
 
 
 def test_lines_of_many_passes_count_the_rows_that_they_do_not_name(capsys):
     passes = [a_pass(epoch, rows=3) for epoch in range(64)]
-    (_, _, first, *_), _ = shown_passes(capsys, passes)
+    (_, _, first, *others), _ = shown_passes(capsys, passes)
     assert first.endswith("0:0 0:1 0:2 10:0 10:1 10:2 ... 30:2")
-    assert first.split()[:5] == ["0", "to", "3", "12", "240"]
+    assert first.split()[:5] == ["0", "to", "3", "12", "240"] and len(others) == 15
 
 
 def test_crops_in_many_passes_are_one_line(capsys):
@@ -929,23 +928,29 @@ def test_crops_in_many_passes_are_one_line(capsys):
     ]
 
 
-def test_a_document_that_was_read_in_16_passes_has_a_line_per_row(capsys):
-    passes = [a_pass(epoch, rows=2) for epoch in range(16)]
+def test_the_crop_of_one_pass_says_from_which_token_on(capsys):
+    lines, _ = shown_passes(capsys, [a_pass(0, cropped_after=20), a_pass(1)])
+    assert lines[-1] == "epoch 0: cropped from token 20 on"
+
+
+def test_a_document_in_40_rows_has_a_line_per_row(capsys):
+    passes = [a_pass(epoch, rows=2) for epoch in range(20)]
     (columns, *lines), legend = shown_passes(capsys, passes)
     assert columns.split() == ["epoch", "step", "row", "lane", "start", "stop", "loss"]
-    assert len(lines) == 32 and legend == inspect_data.FIND_LEGEND
+    assert len(lines) == 40 and legend == find_report.LEGEND
 
 
 def test_the_many_rows_of_a_book_are_summed_up(capsys):
     """Regression: a book had a line per row, which were hundreds."""
     passes = [a_pass(epoch, rows=100) for epoch in range(3)]
     (head, columns, *lines), legend = shown_passes(capsys, passes)
-    assert head == "300 rows, up to 19 in a line:" and legend == inspect_data.GROUPS_LEGEND
+    assert head == "300 rows, up to 19 in a line:" and legend == find_report.GROUPS_LEGEND
     assert columns.split() == ["epochs", "rows", "tokens", "loss", "step:row"]
-    cells = [line.split() for line in lines]
-    assert len(cells) <= inspect_data.PASSES + 3 and {of[0] for of in cells} == {"0", "1", "2"}
-    assert sum(int(of[1]) for of in cells) == 300 and sum(int(of[2]) for of in cells) == 6000
+    assert len(lines) == find_report.LINES
     assert lines[0].endswith("0:0 0:1 0:2 0:3 0:4 0:5 ... 0:18")
+    assert lines[5].split()[:5] == ["0", "to", "1", "19", "380"], "across the end of an epoch"
+    counts = [re.match(r" *(?:\d to )?\d +(\d+)", line) for line in lines]
+    assert sum(int(count[1]) for count in counts) == 300
 
 
 def test_of_a_book_the_rows_that_hold_a_text_are_listed_and_others_counted(capsys):
@@ -1143,7 +1148,7 @@ def test_a_spike_of_one_number_says_that_the_other_is_below_earlier_steps(capsys
     """Regression: "-0.9155 deviations above earlier steps"."""
     spike = {"step": 9, "loss": 4.855, "loss_deviations": -0.9155}
     line = {**spike, "grad_norm": 2.5, "grad_norm_deviations": 7.04}
-    inspect_data.print_spike(line, inspect_data.SpikeRows(8, 0, []), "mine")
+    spike_report.print_spike(line, spike_report.SpikeRows(8, 0, []), "mine")
     assert capsys.readouterr().out == (
         "step 9: loss 4.855 (0.9 deviations below earlier steps), "
         "grad_norm 2.5 (7.0 deviations above earlier steps)\n"

@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from dev.make_eval_bundle import make_eval_bundle
-from nanochat import seen
+from nanochat import seen, seen_report
 from nanochat.checkpoint import find_checkpoint
 from nanochat.find import DocumentPlace
 from nanochat.ngrams import Shared, words_of
@@ -148,7 +148,7 @@ def a_document(name, shared, *uses, split="train"):
 def shown_items(capsys, *items):
     """The lines of the table of items, each of which is a list of documents."""
     found = [{"line": i, "ngrams": 81, "documents": item} for i, item in enumerate(items, 1)]
-    inspect_data.print_items({"q": {"found": found}})
+    seen_report.print_items({"q": {"found": found}})
     _, *lines = capsys.readouterr().out.splitlines()
     return [" ".join(line.split()) for line in lines]
 

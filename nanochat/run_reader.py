@@ -89,7 +89,7 @@ TRAIN_SAMPLE = (
 OF_BPB = {  # in an evaluation, unless it skipped them, or is of older code
     **dict.fromkeys(("val_bpb", "val_loss", "unigram_bpb"), float | None),
     "eval_tokens": int,
-    **dict.fromkeys(("val_buckets", "train_passes"), dict),
+    "val_buckets": dict,
 }
 Table = list[tuple[Any, ...]]
 LogRecord = dict[str, Any]  # a line of the log
@@ -118,13 +118,6 @@ class Launch:
     def model_code(self) -> dict[str, str]:
         """{file: hash} of the code of the model; empty in older logs."""
         return self.started.get("model_code", {})
-
-
-def sample_name(bucket: str, evaluation: Mapping[str, Any]) -> str:
-    """The name of a figure on the sample of a bucket's training files."""
-    passes = evaluation.get("train_passes", {}).get(bucket)
-    often = "" if passes is None else f" (files read about {passes:.2f} times)"
-    return f"sample of the training files, {bucket}{often}"
 
 
 def unseen_note(evaluation: Mapping[str, Any]) -> str:
@@ -689,23 +682,6 @@ class RunReader:
         except ValueError as e:
             raise ValueError(str(e) if str(path) in str(e) else f"{path}: {e}") from None
 
-    def passes(self, step: int) -> dict[str, float]:
-        """{bucket: about how often the run has read its training files} after `step` steps; empty if
-        the cursors of that step were not kept. What waits in the packer's buffer has not been read.
-        Empty for a fork, too: its ledger need not count all that its ancestors read, whose packing and
-        files may have been others."""
-        passes: dict[str, float] = {}
-        if self.fork is not None:
-            return passes
-        for bucket, account in self._ledger_at(step).items():
-            manifest = self.manifests.get("train", {}).get(bucket, {"files": []})
-            num_documents = sum(sum(entry["groups"]) for entry in manifest["files"])
-            if num_documents and account["documents"]:  # other orders count none
-                entered = account["read"] + account["bos"]
-                share = (entered - account["pending"]) / max(1, entered)
-                passes[bucket] = share * account["documents"] / num_documents
-        return passes
-
     def _line(self) -> Iterator["RunReader"]:
         """This run and its ancestors that are here, the youngest first."""
         run, seen = self, set[Path]()
@@ -802,18 +778,17 @@ class RunReader:
         if status["fork"] and state.get("skipped"):  # its state counts those of its ancestors, too
             status["skipped"] = logged_skips(self.run_dir)
         if alive == "dead":
-            but = ""
+            config: Mapping[str, Any] = {}
             with contextlib.suppress(OSError, ValueError):
-                but = but_resume(config_at(self.run_dir, math.inf))
-            remedy = f"the same command{but} resumes the run"
-            if status["saved_step"] is None:
-                remedy = f"the same command{but} starts the run again"
-                if "saved" in newest_events(self.run_dir, math.inf):
-                    remedy = "none of its checkpoints is here: restore one, or start over with --resume=scratch --force"
-                if status["mirror"]:  # a launch looks what it holds now
-                    remedy = (
-                        f"no checkpoint is here; the same command{but} looks for one in the mirror"
-                    )
+                config = config_at(self.run_dir, math.inf)
+            command = f"the same command{but_resume(config)}"
+            remedy = f"{command} starts the run again"
+            if status["saved_step"] is not None:
+                remedy = f"{command} resumes the run"
+            elif config.get("mirror_to") is not None:
+                remedy = f"no checkpoint is here; {command} looks for one in the mirror"
+            elif "saved" in newest_events(self.run_dir, math.inf):
+                remedy = "none of its checkpoints is here: restore one, or start over with --resume=scratch --force"
             remedy = self.damaged_tokens() or remedy
             status |= logged_progress(self.run_dir)  # the last state may be older than the log
             status |= {

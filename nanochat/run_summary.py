@@ -369,10 +369,6 @@ def disk_room(start: Start, here: Sequence[Path]) -> DiskRoom:
         f"{size_text(free)} free in {folder}, a checkpoint takes about {size_text(num_bytes)}, the run "
         f"keeps {number:,}"
     )
-    settings = start.settings
-    paths = [*paths_in(settings.data_path or ""), *paths_in(settings.val_path or "")]
-    if any(path.startswith(("hf://", "https://", "http://")) for path in map(str, paths)):
-        needs += "; data that is fetched takes room beside them (--data-cache)"
     return DiskRoom(
         begins=free >= min(COPIES, more) * num_bytes,
         lasts=free > more * num_bytes,

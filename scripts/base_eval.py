@@ -9,11 +9,10 @@ Evaluate a trained model: bits per byte on validation and training data, samples
 
 Tokenizer, data files and row length come from the run directory. With the default --eval-tokens,
 the validation result equals the one that training printed at that step. The result on training
-data is that of a sample of the training files, as large as the validation data; beside it stands
-about how often the run has read them, if it is no fork. Only a large gap, after the run has read the files, is a sign
-of overfitting. For comparison, a unigram model is evaluated, which only knows how frequent each
-token is in the first rows of training. CORE needs only the run's model and tokenizer, and the
-eval_bundle folder (nanochat/core_eval.py).
+data is that of a sample of the training files, as large as the validation data. Only a large gap,
+after the run has read these files, is a sign of overfitting. For comparison, a unigram model is
+evaluated, which only knows how frequent each token is in the first rows of training. CORE needs
+only the run's model and tokenizer, and the eval_bundle folder (nanochat/core_eval.py).
 
 Results are written to RUN/eval.json, and CORE's table to RUN/eval.csv. What --eval leaves out stays
 there, if it is of the same step. These files are of the newest step that was evaluated; the
@@ -65,9 +64,7 @@ from nanochat.run_order import stream_config
 from nanochat.run_reader import (
     EVAL_NAME,
     TRAIN_SAMPLE,
-    RunReader,
     older_evaluation,
-    sample_name,
     unseen_note,
 )
 from nanochat.sources import RunData, Source, open_data, open_source
@@ -460,8 +457,6 @@ def evaluate(
             result["data"] = args.val_path
         if "bpb" in args.eval:
             result |= bits_per_byte(args, model, run_dir, opened)
-            with contextlib.suppress(OSError, ValueError):  # cursors that cannot be read
-                result["train_passes"] = RunReader(run_dir).passes(meta["step"])
         if "sample" in args.eval and rank == 0:
             prompts = validation_prompts(opened.data.val, tokenizer, opened.config.T)
             result["samples"] = draw_samples(model, tokenizer, prompts)
@@ -501,7 +496,7 @@ def result_rows(result: dict[str, Any], key: str) -> list[tuple[str, str]]:
         for bucket, loss in buckets.items():
             losses.append((f"{of_text}, {bucket}", loss))
     for bucket, loss in result[f"train_{key}"].items():
-        losses.append((sample_name(bucket, result), loss))
+        losses.append((f"sample of the training files, {bucket}", loss))
     if f"unigram_{key}" in result:
         losses.append(("validation, unigram model", result[f"unigram_{key}"]))
     return [(name, f"{loss:.6f}") for name, loss in losses]
@@ -510,7 +505,7 @@ def result_rows(result: dict[str, Any], key: str) -> list[tuple[str, str]]:
 PARTS = {  # of a result, by mode
     "core": ("core",),
     "bpb": (
-        *("eval_tokens", "val_bpb", "val_buckets", "train_bpb", "train_passes", "unigram_bpb"),
+        *("eval_tokens", "val_bpb", "val_buckets", "train_bpb", "unigram_bpb"),
         *("val_loss", "train_loss", "unigram_loss"),
     ),
     "sample": ("samples",),

@@ -82,8 +82,10 @@ ENOUGH_PAIRS = (
     6  # fewer pairs cannot be significant without assuming a distribution: 2 / 2^5 > LEVEL
 )
 # settings that name the files of a run, and that select their documents
-SELECTING = tuple(f.name for f in fields(TextSettings))
-OF_FILES = ("data_path", "val_path", "data_format", "curriculum", "without_documents", *SELECTING)
+OF_FILES = ["data_path", "val_path", "data_format", "curriculum", "without_documents"]
+OF_FILES += [f.name for f in fields(TextSettings)]
+# figures that follow from the model and the batch, and change how it learns
+WORKED_OUT = ("params_total", "batch_lr_scale", "weight_decay_scaled")
 # settings that a resume may change, and with which the results of runs cannot be pooled
 OF_LENGTH = (*(f.name for f in fields(HorizonSettings)), "curriculum")
 RECORD = {"name": str, "vary": str, "seeds": [int], "flags": [str], "bits_per_byte": [float]}
@@ -305,7 +307,7 @@ def check_before(
     if len(finished) < len(runs):
         for run in begun if against else [first, *begun]:
             check_code(run, code_now(run.model_code), "this is")
-    if len(begun) < len(runs) and settings.fork_from is None:
+    if len(begun) < len(runs):
         check_data(first, files_now(settings), settings, against=against)
     return first
 
@@ -442,14 +444,12 @@ def print_differences(base: RunReader, run: RunReader, name: str) -> None:
         print0(f"note: the training data is not that of {name} ({flags})", "", sep="\n")
     if changed := changed_code(base.model_code, run.model_code):
         print0(f"note: other model code than {name}'s: {few(changed)}", "", sep="\n")
-    theirs, ours = base.last_config["derived"], run.last_config["derived"]
-    shown = [key for key in ours if not key.startswith("params_") or key == "params_total"]
-    differ = [
-        f"{key} {show(theirs[key])} -> {show(ours[key])}"
-        for key in shown
-        if key in theirs and theirs[key] != ours[key]
-    ]
-    if differ:  # the weight decay is scaled by the number of parameters, for example
+    differ = []
+    for key in WORKED_OUT:
+        before, now = [show(r.last_config["derived"].get(key)) for r in (base, run)]
+        if before != now:
+            differ.append(f"{key} {before} -> {now}")
+    if differ:
         print0(f"note: worked out otherwise than for {name}: {', '.join(differ)}", "", sep="\n")
 
 
@@ -562,9 +562,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     folder = get_base_dir() / "repeats"
     run_path(f"{args.name}-seed1")  # ValueError for an invalid name
     for word in flags:
-        if word.partition("=")[0] in ("--model-tag", "--data-seed", "--seed"):
+        name = word.partition("=")[0]
+        if name in ("--model-tag", "--data-seed", "--seed"):
             raise ValueError(
                 f"{word}: this script sets the flag for each run; use --name and --vary instead"
+            )
+        if name == "--fork-from":
+            raise ValueError(
+                f"{word}: a fork keeps the seeds of its parent, so there is nothing to repeat; leave it out, or start "
+                f"with its weights by --init-from"
             )
 
     # with --against, the seeds are those of the base

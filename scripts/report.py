@@ -35,7 +35,7 @@ from nanochat.run_facts import (
     sentences_about,
     settings_table,
 )
-from nanochat.run_reader import TRAIN_SAMPLE, RunReader, ledger_table, sample_name, unseen_note
+from nanochat.run_reader import TRAIN_SAMPLE, RunReader, ledger_table, unseen_note
 from nanochat.run_settings import setting_tables
 
 STAGE = re.compile(r"(?m)^(.*)\t([0-9.]+)\t([0-9]+)\t(.*)$")  # name, seconds, exit code, command
@@ -109,7 +109,7 @@ def quality_figures(run: RunReader) -> dict[str, Any]:
     unigram = Bits.of(evaluation.get("unigram_bpb"))
     figures["bits per byte of a unigram model on the same tokens"] = unigram
     for bucket, bpb in evaluation["train_bpb"].items():
-        figures[f"bits per byte of the {sample_name(bucket, evaluation)}{at}"] = Bits(bpb)
+        figures[f"bits per byte of the sample of the training files, {bucket}{at}"] = Bits(bpb)
     if core := evaluation.get("core"):
         figures[f"CORE metric on {describe_items(core)}{at}"] = core["core_metric"]
     return figures

@@ -12,7 +12,7 @@ used, and data sets that share files share ranges.
 own bytes and the free ones), so that checkpoints find room. Beyond, the ranges that were used longest
 ago are deleted, down to nine tenths of that. The time of last use is the file's modification time. A
 process counts what it adds, and measures the folder each time it has added a 64th of this room, so
-W processes exceed it by W / 64 at most.
+W processes exceed it by W / 64 at most; and it measures when it finds the disk full.
 
 **Several processes, and kills.** A range is written under a temporary name and renamed. It is not
 fsynced, because its hash is compared whenever it is read: after a power cut, or on a bad disk, a
@@ -176,6 +176,7 @@ class RangeCache:
             with contextlib.suppress(OSError):
                 temporary.unlink()
             self._warn(e)
+            self._trim()  # what fills the disk may be a checkpoint's
             return
         with self._lock:
             self._added += len(data)

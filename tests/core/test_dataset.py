@@ -228,6 +228,8 @@ def test_the_last_file_of_a_bucket_is_compared_with_its_bucket():
     last = [DataFile("code/1.parquet", 150, 10)]
     *_, warning = describe_split(train, {"web": SHARDS[18:19], "code": last}, chosen=True)
     assert "it is 60.0% of bucket code" in warning and "bucket web" not in warning
+    *_, warning = describe_split({"web": SHARDS[:18], "code": []}, {"code": last}, chosen=True)
+    assert "of bucket code" in warning, "regression: of all bytes, if only one bucket validates"
     stated = [DataFile("web/validation-0.parquet", 1000, 10)]
     *_, warning = describe_split(train, {"web": stated, "code": last}, chosen=True)
     assert "the last file of bucket code is used for validation, but it is 60.0%" in warning

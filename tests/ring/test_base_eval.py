@@ -86,14 +86,13 @@ def test_the_result_equals_that_of_training(run, first_result):
     )
 
 
-def test_the_sample_of_the_training_files_says_how_often_the_run_has_read_them(capsys):
+def test_the_sample_of_the_training_files_is_called_so_with_a_note_on_overfitting(capsys):
     """Regression: "train, data", beside validation, looked like a figure of the text trained on; and
     "the run may not have read it" was said of a run that had read it four times."""
     bpb = {"val_bpb": 2.0, "val_buckets": {}, "train_bpb": {"data": 1.5}, "unigram_bpb": 4.0}
-    passes = {"train_passes": {"data": 3.66}}
-    base_eval.report({"samples": {}, "checkpoint": "d12", "step": 7, **bpb, **passes})
+    base_eval.report({"samples": {}, "checkpoint": "d12", "step": 7, **bpb})
     out = capsys.readouterr().out
-    assert "sample of the training files, data (files read about 3.66 times)  1.500000" in out
+    assert "sample of the training files, data  1.500000" in out
     assert "overfitting only if" in out
 
 
@@ -103,23 +102,10 @@ def test_the_sample_of_the_training_files_says_how_often_the_run_has_read_them(c
 def test_a_bucket_without_validation_data_is_named_again(capsys, validated, missing):
     """Regression: only the launch said it, and the overall value looked like one of all buckets."""
     bpb = {"val_bpb": 2.0, "val_buckets": dict.fromkeys(validated, 2.0)}
-    trained = {"train_bpb": {"web": 1.5, "math": 1.2}, "train_passes": {}}
+    trained = {"train_bpb": {"web": 1.5, "math": 1.2}}
     base_eval.report({"samples": {}, "checkpoint": "d12", "step": 7, **bpb, **trained})
     lines = capsys.readouterr().out.splitlines()
     assert (lines[-1] == "Validation has nothing of math.") == missing
-
-
-def test_the_passes_over_the_training_files_follow_from_the_cursors(run, first_result):
-    assert 0 < first_result["train_passes"]["data"] < 1
-    reader = RunReader(run)
-    num_documents = sum(row[-1] for row in reader.files() if row[0] == "data (train)")
-    # regression: the overlap that windows repeat counted as read
-    account = {"read": 1450, "bos": 50, "repeated": 400, "emitted": 1300, "cropped": 300}
-    account |= {"pending": 300, "documents": 4 * num_documents}
-    with mock.patch.object(RunReader, "_ledger_at", lambda *_: {"data": account}):
-        assert reader.passes(STEPS) == pytest.approx({"data": 4 * 0.8})
-        account["documents"] = 0
-        assert reader.passes(STEPS) == {}, "an order that counts no documents"
 
 
 def trained_on(rows_of):

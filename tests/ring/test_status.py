@@ -488,18 +488,20 @@ def test_a_dead_run_whose_checkpoints_are_gone_does_not_start_again(base):
 
 
 @pytest.mark.parametrize(
-    ("step", "words"),
-    [(5, "resumes the run from its mirror"), (-1, "restore one"), (None, "restore")],
+    ("to", "words"), [("/far", "looks for one in the mirror"), (None, "restore one")]
 )
-def test_a_dead_run_without_checkpoints_is_resumed_from_a_mirror_that_has_one(base, step, words):
-    """Regression: "starts the run again"."""
+def test_a_dead_run_without_checkpoints_looks_in_the_mirror_if_its_last_launch_had_one(
+    base, to, words
+):
+    """Regression: "starts the run again"; and later the mirror, which the last launch had not named."""
     path = fake_run(base, "d1", "running", step=9, ranks=[{**identify(), "start": "1"}])
     saved = {"event": "saved", "step": 5, "time": 1e9, "checkpoint": "checkpoint-5"}
-    write_log(path, started("a", 0), saved)
+    write_log(path, started("a", 0), saved, {**started("b", 5), "changed": {"mirror_to": to}})
+    write_json(path / "config.json", {"max_seq_len": 64, "mirror_to": "/far"})
     mirror = {"mirror": "/far", "run": "r", "checkpoint": "final", "step": 5, "copied": None}
     mirror |= {"pending": None, "bytes_left": 0, "problem": ""}
     (path / run_state.MIRROR_NAME).write_text(json.dumps(mirror))
-    assert "looks for one in the mirror" in RunReader(path).status()["reason"]
+    assert words in RunReader(path).status()["reason"]
 
 
 def test_a_state_that_knows_more_than_the_log_of_its_launch_stays(base):

@@ -1,8 +1,10 @@
 """Ranges of remote files on disk: fetched once, at most so many bytes, never corrupt."""
 
+import errno
 import os
 import shutil
 import threading
+from unittest import mock
 
 import pytest
 
@@ -88,6 +90,17 @@ def test_the_folder_takes_half_of_a_small_disk(cache, server, monkeypatch):
         cache.read(str(number), server(str(number)))
         assert held() <= disk // 2
     assert held() >= disk * 3 // 8 and "19" in names_in(cache)
+
+
+def test_a_full_disk_is_relieved(cache, server, monkeypatch):
+    """Regression: once a disk was full, the folder kept all that it had, and checkpoints failed."""
+    for number in range(8):
+        cache.read(str(number), server(str(number)))
+    usage = shutil.disk_usage(cache.folder.parent)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=0))
+    monkeypatch.setattr(os, "replace", mock.Mock(side_effect=OSError(errno.ENOSPC, "full")))
+    cache.read("x", server("x"))
+    assert names_in(cache) == {"5", "6", "7"}
 
 
 @pytest.mark.parametrize("damage", ["flipped", "truncated", "empty"])

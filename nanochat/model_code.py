@@ -40,8 +40,9 @@ def code_now(files: Iterable[str]) -> dict[str, str]:
     hashes = {}
     for file in files:
         package, _, path = file.partition("/")
-        if package == PACKAGE.name and (PACKAGE / path).is_file():
-            hashes[file] = hash_code((PACKAGE / path).read_bytes())
+        on_disk = PACKAGE / path
+        if package == PACKAGE.name and on_disk.is_file():
+            hashes[file] = hash_code(on_disk.read_bytes())
     return hashes
 
 
@@ -57,7 +58,8 @@ def code_changes(before: Mapping[str, str], now: Mapping[str, str]) -> dict[str,
     changed settings."""
     changes = {}
     for file in changed_code(before, now):
-        changes[f"{CODE_OF}{file}"] = [before[file][:SHOWN], now[file][:SHOWN]]
+        hashes = [before[file], now[file]]
+        changes[f"{CODE_OF}{file}"] = [of_file[:SHOWN] for of_file in hashes]
     return changes
 
 

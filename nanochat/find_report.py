@@ -273,6 +273,9 @@ def print_passes(opened: Opened, passes: list[dict[str, Any]], *, with_text: boo
     uses = [use for of_epoch in passes for use in of_epoch["uses"]]
     with_it = [use for use in uses if with_text and use["has_text"]]
     shown = with_it or uses
+    others = len(uses) - len(with_it)
+    if with_text and not with_it and others > ROWS:
+        shown = []
     legend = ""
     if len(shown) > ROWS:
         print_summed_up(shown)
@@ -282,11 +285,11 @@ def print_passes(opened: Opened, passes: list[dict[str, Any]], *, with_text: boo
         lines = [[use[name] for name in columns] for use in shown]
         print(*table(columns, lines), sep="\n")
         legend = LEGEND
-    others = len(uses) - len(with_it)
-    if with_it and others:
+    if with_text and uses and not with_it:
+        these = "these have" if shown else f"{counted(others, 'row')} have"
+        print(f"no row has all of the text: {these} other parts of the document")
+    elif with_it and others:
         print(f"not listed: {counted(others, 'row')} with other parts of the document")
-    elif with_text and others:
-        print("no row has all of the text: these have other parts of the document")
     print_endings(passes)
     return legend
 

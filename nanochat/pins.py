@@ -45,6 +45,7 @@ from nanochat.common import (
 from nanochat.text import Selected, Selection, text_tokens
 
 DATA_MANIFEST = "data_manifest.json"  # in the run directory
+KINDS = {"train": "training", "val": "validation"}  # of files, by their split
 UNKNOWN = ""  # the hash of a file that older code did not pin
 
 
@@ -158,7 +159,8 @@ def fingerprint(manifest: Manifest) -> str:
 class FileGaps(NamedTuple):
     """How the files of two runs differ."""
 
-    differ: list[str]  # names of files that only one of them reads with this content
+    differ: list[str]  # names of files that both have, with other contents
+    alone: dict[str, list[str]]  # {"training files that only a has": names}
     renamed: list[str]  # "NAME is OTHER NAME": the same content; names decide the order of files
 
     @property
@@ -166,6 +168,8 @@ class FileGaps(NamedTuple):
         """The first file that differs; without one, what else selects the documents."""
         if self.differ:
             return f"{self.differ[0]} differs"
+        for names in self.alone.values():
+            return f"only one of them has {names[0]}"
         if self.renamed:
             return f"{self.renamed[0]} there"
         return (
@@ -178,20 +182,31 @@ def compare_files(a: Manifests, b: Manifests) -> FileGaps:
     """How the files of two runs differ, those for training first."""
     first = _contents_of_all(a)
     second = _contents_of_all(b)
-    only_b: dict[object, list[str]] = {}  # {(split, content): names}
+    new: dict[
+        tuple[str, object], list[str]
+    ] = {}  # {(split, content): names} of b, otherwise than in a
     for (split, name), content in sorted(second.items() - first.items()):
-        only_b.setdefault((split, content), []).append(name)
-    differ: dict[str, None] = {}
-    renamed: dict[str, None] = {}
+        new.setdefault((split, content), []).append(name)
+    gaps = FileGaps([], {}, [])
+
+    # what a has: in b it is the same file under another name, another file, or missing
     for (split, name), content in sorted(first.items() - second.items()):
-        names = only_b.get((split, content))
+        names = new.get((split, content))
         if names:
-            renamed[f"{name} is {names.pop(0)}"] = None
+            gaps.renamed.append(f"{name} is {names.pop(0)}")
+        elif (split, name) in second:
+            gaps.differ.append(name)
         else:
-            differ[name] = None
-    for names in only_b.values():
-        differ |= dict.fromkeys(names)
-    return FileGaps([*differ], [*renamed])
+            gaps.alone.setdefault(f"{KINDS[split]} files that only a has", []).append(name)
+
+    # what only b has, perhaps under the name of a file that it renamed
+    for (kind, _), names in new.items():
+        for name in names:
+            if (kind, name) not in first:
+                gaps.alone.setdefault(f"{KINDS[kind]} files that only b has", []).append(name)
+            elif name not in gaps.differ:
+                gaps.differ.append(name)
+    return gaps
 
 
 def _contents_of_all(manifests: Manifests) -> dict[tuple[str, str], tuple[int, str]]:

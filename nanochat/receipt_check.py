@@ -23,6 +23,8 @@ from nanochat.run_dir import CONFIG_NAME, find_run
 from nanochat.run_reader import RunReader
 from nanochat.run_stream import Pace, step_digests
 
+OTHER_RUN = "it is another run (scripts.compare_runs compares two runs), or was edited"
+
 
 def check_rows(path: Path, given: Settings, asked: Sequence[int] | None) -> Iterator[str]:
     """Recompute the rows of the steps asked for (None: of all that the receipt marks) from the data
@@ -100,7 +102,7 @@ def find_stretches(path: Path, name: str | None, asked: str) -> Stretches:
         for what, theirs, own in changes_of(name, receipt["training"].get(name), ours.get(name)):
             raise ValueError(
                 f"{path}: {what} is {theirs!r} in the receipt, but {own!r} in {run.run_dir / CONFIG_NAME}; "
-                f"the run is not the one of the receipt, or was edited"
+                f"{OTHER_RUN}"
             )
     check_launches(path, receipt, run)
     check_digests(path, receipt, run)
@@ -118,7 +120,7 @@ def check_launches(path: Path, receipt: Mapping[str, Any], run: RunReader) -> No
     longer = [first for first, steps in added if first < receipt["steps"] and steps != known[-1][1]]
     if found[: len(known)] != known or longer:
         raise ValueError(
-            f"{path}: the launches in {run.log_path} are not those of the receipt; it was edited"
+            f"{path}: the launches in {run.log_path} are not those of the receipt; {OTHER_RUN}"
         )
     for launch in run.launches:
         changed = launch.started.get("changed") or {}
@@ -140,8 +142,7 @@ def check_digests(path: Path, receipt: Mapping[str, Any], run: RunReader) -> Non
         mark = receipt["marks"].get(str(step))
         if mark is not None and mark != {"digest": digest, "chain": link}:
             raise ValueError(
-                f"{path}: the digests in {run.log_path} up to step {step:,} are not those of the receipt; the log "
-                f"is of another run, or was edited"
+                f"{path}: the digests in {run.log_path} up to step {step:,} are not those of the receipt; {OTHER_RUN}"
             )
 
 

@@ -119,7 +119,7 @@ def documents_of(opened: Opened, stream: AnyStream, row: Row) -> list[dict[str, 
 
 
 def print_judged(steps: Sequence[Mapping[str, Any]], any_spike: bool) -> None:
-    """Print which steps were compared with earlier ones, and how, if there is no spike."""
+    """Print which steps were compared with earlier ones, and how."""
     needed = f"a comparison needs {ENOUGH} earlier steps"
     if len(steps) <= ENOUGH:
         print(f"no step of {len(steps)} can be judged: {needed}")
@@ -132,6 +132,10 @@ def print_judged(steps: Sequence[Mapping[str, Any]], any_spike: bool) -> None:
         )
     last = steps[ENOUGH - 1]["step"]
     print(f"not judged: steps {steps[0]['step']:,} to {last:,}; {needed}")
+    if any_spike:
+        print(
+            f"steps with a loss or gradient norm at least {OUTLIER} robust deviations above earlier steps:"
+        )
 
 
 def print_spikes(opened: Opened, top: int, *, as_json: bool) -> None:

@@ -58,17 +58,18 @@ from nanochat.files import find_files
 from nanochat.gpt import GPT
 from nanochat.loss_eval import NothingToEvaluate, evaluate_bpb, evaluate_buckets, in_nats
 from nanochat.order import StreamConfig
-from nanochat.pins import DATA_MANIFEST, read_manifests
+from nanochat.pins import DATA_MANIFEST, Manifest, read_manifests
 from nanochat.run_dir import config_at, find_run_at
 from nanochat.run_order import stream_config
 from nanochat.run_reader import (
     EVAL_NAME,
     TRAIN_SAMPLE,
+    RunReader,
     older_evaluation,
     unseen_note,
 )
 from nanochat.sources import RunData, Source, open_data, open_source
-from nanochat.splits import pin_validation
+from nanochat.splits import pin_validation, warn_of_trained_copies
 from nanochat.start_run import open_run
 from nanochat.stream import OtherStreamConfig
 from nanochat.text import Selection
@@ -171,16 +172,27 @@ class Opened(NamedTuple):
 
 
 def open_text(
-    settings: Settings, val_path: str, text_field: str | None, tokenizer: Tokenizer
+    settings: Settings,
+    val_path: str,
+    text_field: str | None,
+    tokenizer: Tokenizer,
+    trained: Mapping[str, Manifest],
 ) -> Opened:
-    """Collective. A run without its data: the text at `val_path` is for validation, and there is none for
-    training. ValueError or FileNotFoundError if it holds none."""
+    """Collective. A run without its data: the text at `val_path` is for validation, with a warning if it
+    is in files that the run has `trained` on, and there is none for training. ValueError or
+    FileNotFoundError if it holds none."""
     begin_launch(settings.data_cache)
     data_format = settings.data_format
     if data_format != "text" and not has_files(val_path, data_format):
         data_format = "text"
     selection = Selection(text_field=text_field or settings.text_field)
-    val = on_rank0(lambda: pin_validation(val_path, data_format, selection))
+
+    def pin() -> dict[str, Manifest]:
+        val = pin_validation(val_path, data_format, selection)
+        warn_of_trained_copies({"train": trained, "val": val})
+        return val
+
+    val = on_rank0(pin)
     data = open_data({"train": {}, "val": val}, tokenizer)
     return Opened(data, stream_config(settings), settings)
 
@@ -453,7 +465,8 @@ def evaluate(
             opened = Opened(*open_run(run_dir, args.data_path, step=last_step))
         else:
             settings = Settings.from_json(config_at(run_dir, last_step))
-            opened = open_text(settings, args.val_path, args.text_field, tokenizer)
+            trained = RunReader(run_dir).manifests.get("train", {})
+            opened = open_text(settings, args.val_path, args.text_field, tokenizer, trained)
             result["data"] = args.val_path
         if "bpb" in args.eval:
             result |= bits_per_byte(args, model, run_dir, opened)

@@ -19,6 +19,7 @@ checkpoints, tokenizer and the list of its data files. --model-tag is d<depth> b
 """
 
 import argparse
+import os
 import shlex
 import sys
 import time
@@ -250,6 +251,16 @@ def open_loader(run: Run, process: Process) -> DataLoader:
     )
 
 
+def command_line(words: Sequence[str], world_size: int) -> str:
+    """The command of a launch: with torchrun, if it has several processes."""
+    program = ["-m", "scripts.base_train", *words]
+    if world_size == 1:
+        return shlex.join(["python", *program])
+    per_node = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    nodes = "--standalone" if per_node == world_size else f"--nnodes={world_size // per_node}"
+    return shlex.join(["torchrun", nodes, f"--nproc_per_node={per_node}", *program])
+
+
 def announce(
     run: Run,
     training: Training,
@@ -273,7 +284,7 @@ def announce(
         num_iterations=run.horizon.num_iterations,
         **journal.versions,
         model_code=training.model_code,
-        command=shlex.join(["python", "-m", "scripts.base_train", *words]),
+        command=command_line(words, guard.world_size),
         typed=typed,
         changed=run.settings.since(run.config),
     )

@@ -141,7 +141,7 @@ def difference(a: object, b: object) -> str | None:
         largest = max(abs(x), abs(y))
         relative = abs(x - y) / largest
         return f"{x} and {y}, {relative:.2g} relative"
-    return f"{x} and {y}"
+    return " and ".join(around_difference([f"{x}", f"{y}"]))
 
 
 def leaves(state: object, name: str = "") -> Iterator[tuple[str, object]]:
@@ -730,6 +730,22 @@ def same_tokens(a: Side, b: Side) -> list[list[Any]]:
     return rows
 
 
+def same_buckets(a: Side, b: Side) -> list[list[Any]]:
+    """Rows (bucket, tokens, bits per byte of a and of b) of the last evaluation at equal numbers of
+    tokens, for buckets that both runs evaluate; [] if there are no two of them."""
+    rows = []
+    for name in a.log:
+        group, _, bucket = name.partition("/")
+        if group != "buckets":
+            continue
+        ours, theirs = curve(a, name), curve(b, name)
+        common = ours.keys() & theirs.keys()
+        if common:
+            mark = max(common)
+            rows.append([bucket, mark, Bits.of(ours[mark]), Bits.of(theirs[mark])])
+    return rows if len(rows) > 1 else []
+
+
 def smoothing_note(a: Side, b: Side) -> str:
     """A sentence if a run did not apply some steps, whose losses are not in the smoothed one."""
     counts = []
@@ -757,13 +773,14 @@ def data_lines(a: RunReader, b: RunReader) -> list[str]:
     if not a.manifests or not b.manifests:
         return []
     gaps = compare_files(a.manifests, b.manifests)
-    if not gaps.differ and not gaps.renamed:
+    if not any(gaps):
         return []
     lines = []
     if place_of(a) != place_of(b):
         lines += [f"data of a: {place_of(a)}", f"data of b: {place_of(b)}"]
     if gaps.differ:
         lines.append(f"files that differ: {few(gaps.differ)}")
+    lines += [f"{what}: {few(names)}" for what, names in gaps.alone.items()]
     if gaps.renamed:
         lines.append(f"the same files under other names: {few(gaps.renamed)}")
     return lines
@@ -862,6 +879,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 smoothing_note(a, b),
             ]
             print("", *filter(None, about), *table(header, rows), sep="\n")
+        if of_buckets := same_buckets(a, b):
+            print("", *table(("bucket", header[0], *header[3:]), of_buckets), sep="\n")
     print()
     for part in parts:
         print(part.text())

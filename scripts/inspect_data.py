@@ -190,12 +190,18 @@ def show_digests(opened: Opened, args: argparse.Namespace) -> int:
 # ---- rows ---------------------------------------------------------------------------------------
 
 
-def text_lines(tokenizer: Tokenizer, row: Row, place: Mapping[str, Any]) -> list[str]:
-    """The lines of a document's text in a row, for a terminal. What has no loss is in brackets."""
+def text_lines(
+    tokenizer: Tokenizer, row: Row, place: Mapping[str, Any], *, whole: bool = True
+) -> list[str]:
+    """The lines of a document's text in a row, for a terminal. What has no loss is in brackets;
+    without `whole`, the lines do not begin with it."""
     ids = ids_of(row, place)
     live = np.ones(len(ids), np.uint8)
     if row.live is not None:
         live = row.live[place["at"] : place["at"] + place["tokens"]]
+    if not whole and not live[:2].all():
+        begin = 1 + int(np.argmax(live[1:]))  # the first token after BOS that has a loss
+        ids, live = ids[begin:], live[begin:]
     changes = np.flatnonzero(np.diff(live)) + 1
     shown = ""
     at = 0
@@ -246,7 +252,8 @@ def show_rows(opened: Opened, args: argparse.Namespace) -> int:
                     ids = ids_of(row, document)
                     text = opened.data.tokenizer.decode(ids.tolist())
                     document["text"] = text
-                    texts.append(text_lines(opened.data.tokenizer, row, document))
+                    whole = args.row is not None
+                    texts.append(text_lines(opened.data.tokenizer, row, document, whole=whole))
             if args.json:
                 print(json.dumps({**head, "documents": documents}))
     if not args.json:

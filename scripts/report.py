@@ -94,6 +94,9 @@ def quality_figures(run: RunReader) -> dict[str, Any]:
     last_step = max(val, default=0)
     if last_step:
         figures[f"validation bits per byte, {when(run, last_step)}"] = val[last_step]
+        buckets = run.validations[last_step].get("buckets", {})
+        for bucket, bpb in buckets.items() if len(buckets) > 1 else ():
+            figures[f"validation bits per byte of {bucket}, {when(run, last_step)}"] = Bits.of(bpb)
     evaluation = run.evaluation
     if not evaluation:
         return figures

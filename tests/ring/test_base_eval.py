@@ -13,6 +13,7 @@ import pytest
 
 from dev.make_eval_bundle import make_eval_bundle
 from nanochat import sources
+from nanochat.common import read_json
 from nanochat.core_eval import GROUP
 from nanochat.dataloader import validation_loader
 from nanochat.engine import KVCache, load_model
@@ -208,6 +209,16 @@ def test_other_text_is_evaluated_without_the_data_of_the_run(run, first_result, 
         shown = command(base_eval.main, *mine).out
     assert re.search(r"note\.jsonl +\d+\.\d{6}$", shown, re.M) and "unigram" not in shown
     assert (run / "eval.json").read_bytes() == stored
+
+
+def test_a_text_that_the_run_has_trained_on_is_named(run, tmp_path, caplog):
+    """Regression: it was evaluated without a word."""
+    pinned = read_json(run / "data_manifest.json")["train"]["data"]
+    name = pinned["files"][0]["name"]
+    copied = shutil.copy(Path(pinned["root"], name), tmp_path / "mine.parquet")
+    argv = ["run", *QUICK, "--eval=bpb", f"--val-path={copied}", f"--json={tmp_path / 'out.json'}"]
+    assert command(base_eval.main, *argv).code == 0
+    assert f"mine.parquet has the contents of {name}, which is trained on" in caplog.text
 
 
 def test_what_is_not_evaluated_again_stays_in_the_result(run, first_result):

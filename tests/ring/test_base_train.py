@@ -501,3 +501,17 @@ def test_an_absurd_learning_rate_stops_on_all_ranks_with_one_sentence(workplace)
         and "no checkpoint exists yet" in text
     )
     assert "Traceback" not in text and checkpoints() == []
+
+
+@pytest.mark.parametrize(
+    ("world_size", "per_node", "command"),
+    [
+        (1, 1, "python -m scripts.base_train --depth=2"),
+        (2, 2, "torchrun --standalone --nproc_per_node=2 -m scripts.base_train --depth=2"),
+        (16, 8, "torchrun --nnodes=2 --nproc_per_node=8 -m scripts.base_train --depth=2"),
+    ],
+)
+def test_the_logged_command_starts_as_many_processes(monkeypatch, world_size, per_node, command):
+    """Regression: the report showed "python -m" for a launch of two processes."""
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(per_node))
+    assert base_train.command_line(["--depth=2"], world_size) == command

@@ -213,10 +213,11 @@ def test_another_device_batch_size_has_the_same_data_and_other_losses(base):
     of_steps = [(i, name) for i in range(STEPS) for name in ("loss", "grad_norm")]
     first, name = next((i, name) for i, name in of_steps if a[i][name] != b[i][name])
     what = {"loss": "losses", "grad_norm": "gradient norms"}[name]
-    assert summary.startswith(
-        f"same data; {what} differ first at step {first}: {a[first][name]} and {b[first][name]}, "
-    )
-    assert re.search(r"checkpoint \d differs in model\.", rest)
+    of_log = f"{what} differ first at step {first}: {a[first][name]} and {b[first][name]}, "
+    of_weights = re.search(r"checkpoint (\d) differs in model\.", rest)
+    # on some processors, only weights differ at first
+    is_first = of_log if first < int(of_weights[1]) else of_weights[0]
+    assert summary.startswith(f"same data; {is_first}") and of_log in rest
     assert "digests: 8 equal" in rest and "cursors: 4 equal" in rest
 
 
@@ -615,6 +616,21 @@ def test_all_changes_that_must_act_by_the_first_difference_are_named(monkeypatch
     monkeypatch.setattr(compare_runs, "first_sign", lambda _: sign)
     verdict = compare_runs.verdict([], SimpleNamespace(step=4), 9)
     assert "fp8 acts within step 4; matrix_lr acts on the update of step 4" in verdict
+
+
+def test_the_last_bits_per_byte_of_buckets_are_compared_at_equal_numbers_of_tokens():
+    """Regression: two mixes had a table of their overall value only."""
+
+    def side(code, *, steps=(0, 4)):
+        tokens = dict.fromkeys(range(steps[-1])) | {step: 10 * (step + 1) for step in range(8)}
+        buckets = {"buckets/web": dict(zip(steps, [3.0, 2.0])), "buckets/code": {4: code}}
+        return SimpleNamespace(run=None, log={"tokens": tokens, "bpb": {4: 1.0}, **buckets})
+
+    rows = compare_runs.same_buckets(side(1.5), side(1.25, steps=(0, 6)))
+    assert rows == [["web", 0, 3.0, 3.0], ["code", 40, 1.5, 1.25]]
+    one = side(1.5)
+    del one.log["buckets/web"]
+    assert compare_runs.same_buckets(one, side(1.25)) == []
 
 
 def test_the_table_of_losses_says_that_they_are_smoothed_without_skipped_steps(base, changed):

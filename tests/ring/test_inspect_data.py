@@ -208,6 +208,8 @@ def test_the_text_shows_every_end_of_a_line_and_which_tokens_have_no_loss():
     row = SimpleNamespace(tokens=tokens, live=live)
     lines = inspect_data.text_lines(tokenizer, row, {"at": 0, "tokens": 13})
     assert lines == ["#[no loss: again]\\u000d", "new\\u000d"]
+    shown = inspect_data.text_lines(tokenizer, row, {"at": 0, "tokens": 13}, whole=False)
+    assert shown == ["\\u000d", "new\\u000d"], "regression: the line of a row was its overlap"
     row.live = None
     assert inspect_data.text_lines(tokenizer, row, {"at": 13, "tokens": 5}) == ["#next"]
 
@@ -959,6 +961,16 @@ def test_of_a_book_the_rows_that_hold_a_text_are_listed_and_others_counted(capsy
     assert lines[1] == "not listed: 99 rows with other parts of the document"
 
 
+def test_of_a_book_no_row_is_listed_if_none_has_the_text(capsys):
+    """Regression: 14 lines about rows without it came before the answer."""
+    passes = [a_pass(0, rows=100)]
+    for use in passes[0]["uses"]:
+        use["has_text"] = False
+    lines, legend = shown_passes(capsys, passes, with_text=True)
+    assert lines == ["no row has all of the text: 100 rows have other parts of the document"]
+    assert legend == ""
+
+
 def test_documents_that_a_run_does_not_learn_from_are_reported(killed, monkeypatch):
     assert run("find", "text", "--document=web/2.parquet:0").splitlines()[-1] == (
         "a validation document: the run never trains on it"
@@ -1103,6 +1115,7 @@ def test_spikes_lists_the_steps_that_stand_out_and_their_rows(killed):
     out = run("spikes", "text")
     assert "not judged: steps 0 to 15" in out
     assert "step 20: loss 9 (" in out and worst["documents"][0]["document"] in out
+    assert "at least 4 robust deviations above earlier steps:\nstep " in out
 
 
 @pytest.mark.parametrize("high, may_be_weights", [([5], False), (range(8), True)])

@@ -165,6 +165,7 @@ def test_a_log_with_other_digests_than_the_receipts_is_named_before_the_replay()
     edit_log(lambda record: {**record, "digest": "0" * 16} if record["step"] == 5 else record)
     outcome = checked(path, "0:2")
     assert outcome.code == 1 and "not those of the receipt" in outcome.out
+    assert "it is another run" in outcome.out, "regression: it was said to be edited"
     assert "OK" not in outcome.out
 
 

@@ -228,6 +228,20 @@ def test_a_run_that_was_lengthened_has_the_figures_of_its_new_length(copied):
     assert f"| total_tokens | {show(expected['total_tokens'])} |" in make_report(run)
 
 
+def test_the_last_validation_of_each_bucket_is_a_figure(run):
+    """Regression: only the page had them, beside "look at the gap to validation"."""
+    lines = training.log_file().read_text().splitlines()
+    events = [json.loads(line) if '"val"' in line else None for line in lines]
+    changed = [
+        json.dumps({**event, "buckets": {"web": 1.5, "code": 2.5}}) if event else line
+        for event, line in zip(events, lines)
+    ]
+    training.log_file().write_text("\n".join(changed) + "\n")
+    found = rows(make_report(RunReader(run)))
+    assert found["validation bits per byte of web, after"] == ["1.500"]
+    assert found["validation bits per byte of code, after"] == ["2.500"]
+
+
 def test_the_command_of_every_launch_is_listed_also_of_equal_ones(run):
     """Regression: equal commands were one line, so it was unknown which launch had which."""
     command_line = training.events("started")[0]["command"]

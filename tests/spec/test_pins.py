@@ -6,6 +6,7 @@ import pytest
 
 from nanochat.pins import (
     bare,
+    compare_files,
     fingerprint,
     leave_out,
     not_searched,
@@ -92,3 +93,26 @@ def test_a_list_that_names_searched_files_tells_which_others_were_not(tmp_path):
     listed.write_text(f"{version_line('of', 'a.parquet', 'f')}\na.parquet:0\n")
     assert not_searched(buckets, listed) == [], "older code names only the files with hits"
     assert not_searched(buckets, tmp_path / "gone.txt") == []
+
+
+def test_files_of_one_run_alone_are_not_said_to_differ():
+    """Regression: a file that a fork did not train on was one of the "files that differ"."""
+
+    def run(train, val=()):
+        def bucket(files):
+            pins = [{"name": name, "size": 1, "footer": content} for name, content in files]
+            return {"b": {"root": "/", "files": pins}}
+
+        return {"train": bucket(train), "val": bucket(val)}
+
+    a = run([("same", "s"), ("old", "1"), ("changed", "2"), ("left", "3")], [("left", "3")])
+    b = run([("same", "s"), ("new", "1"), ("changed", "4"), ("more", "5")], [("left", "3")])
+    gaps = compare_files(a, b)
+    assert gaps.differ == ["changed"] and gaps.renamed == ["old is new"]
+    assert gaps.alone == {
+        "training files that only a has": ["left"],
+        "training files that only b has": ["more"],
+    }
+    assert not any(compare_files(a, a))
+    renamed_and_replaced = compare_files(run([("x", "1")]), run([("x", "2"), ("y", "1")]))
+    assert renamed_and_replaced == (["x"], {}, ["x is y"])

@@ -244,7 +244,7 @@ class Remote(PurePosixPath):
         run's pinned `resolve`, instead of asking for it."""
 
     def as_pinned(self, root: str) -> "Remote":
-        """Itself, or `root`, a run's pinned `resolve`, if it is a state of the same folder."""
+        """Itself, in the state that `root`, a run's pinned `resolve`, names of the same data."""
         return self
 
     def beside(self) -> list[str]:

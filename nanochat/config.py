@@ -26,7 +26,6 @@ night.
 
 import argparse
 import contextlib
-import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import Field, asdict, dataclass, fields, replace
 from functools import partial
@@ -39,13 +38,16 @@ from nanochat.cli import Decides, Parser, check_bounds, is_off, setting, value_o
 from nanochat.common import (
     DATA_CACHE_GB,
     Difference,
+    Remote,
+    as_path,
     check_shape,
     get_dist_info,
+    is_remote,
     open_door,
     parse_json,
 )
 from nanochat.curriculum import Curriculum, CurriculumSettings, load
-from nanochat.files import DATASET_NAME, FORMATS
+from nanochat.files import DATASET_NAME, FORMATS, paths_in
 from nanochat.gpt import ASPECT_RATIO, HEAD_DIM, GPTConfig
 from nanochat.old_flags import OLD_FLAGS
 from nanochat.order import ORDERS, StreamSettings
@@ -706,23 +708,27 @@ def flags_of_run(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def flags_of_config(config: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """`flags_of_run` of the config.json in a folder. They name the commit that the run pinned, where
+    """`flags_of_run` of the config.json in a folder. They name the commits that the run pinned, where
     the run named a branch, which may have moved on."""
     flags = flags_of_run(config)
     for split, name in (("train", "data_path"), ("val", "val_path")):
-        named = str(flags.get(name) or "").rstrip("/")
-        if not named.startswith("hf://"):
-            continue
-        for manifest in read_manifests(folder / DATA_MANIFEST).get(split, {}).values():
-            pinned = str(manifest["root"])
-            if _without_revision(pinned) == _without_revision(named):
-                flags[name] = pinned
+        buckets = read_manifests(folder / DATA_MANIFEST).get(split, {})
+        roots = {str(manifest["root"]) for manifest in buckets.values()}
+        if flags.get(name) and any(map(is_remote, roots)):
+            paths = paths_in(str(flags[name]))
+            flags[name] = ",".join(_as_pinned(path, roots) for path in paths)
     return flags
 
 
-def _without_revision(path: str) -> str:
-    """A path on the Hub without @REVISION."""
-    return re.sub(r"@[^/]+", "", path, count=1)
+def _as_pinned(path: str, roots: Collection[str]) -> str:
+    """A path in the state that one of a run's pinned folders names; itself if none does."""
+    named = as_path(path)
+    if not isinstance(named, Remote):
+        return path
+    pinned = named
+    for root in roots:
+        pinned = pinned.as_pinned(root)
+    return path if pinned == named else str(pinned)
 
 
 def inherited_flags(given: Sequence[str]) -> dict[str, Any]:

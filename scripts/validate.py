@@ -58,7 +58,8 @@ from nanochat.text import TEXT_FIELD
 from nanochat.tokenizer import JSON_FILE, Tokenizer, default_tokenizer
 
 LEGEND = """\
-trained: tokens in rows, with the repeated ones; usable: until the first lane runs dry, "-" if that is not in sight
+trained: tokens in rows, with the repeated ones; usable: until the first lane runs dry, "-" if that is not in sight (a
+larger --num-iterations may show it)
 repeated %: overlap of split documents, which has no loss; "-": the run takes no row of the bucket
 figures: "about" if they are estimated from a sample: of much text, or of the rows of a bucket that cannot run dry"""
 

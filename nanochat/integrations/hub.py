@@ -329,13 +329,13 @@ class HubPath(RangePath):
             _commits[own.repo, own.revision] = Place.of(root).revision
 
     def as_pinned(self, root: str) -> RangePath:
-        """`root` if it is this folder at a commit, and this path names no other commit."""
+        """This path at the commit of `root`, if that is of the same data set, and this path names no
+        commit itself."""
         own = Place.of(str(self))
         match = PATH.fullmatch(root)
-        if match is None or COMMIT.fullmatch(own.revision):
+        if match is None or match[1] != own.repo or self.is_fixed():
             return self
-        is_same = Place.of(root)._replace(revision=own.revision) == own
-        return HubPath(root) if is_same else self
+        return HubPath(str(own._replace(revision=Place.of(root).revision)))
 
     def _place(self) -> Place | None:
         """What it names; None if it is above all data sets."""

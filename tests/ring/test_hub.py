@@ -16,10 +16,12 @@ import pyarrow.parquet as pq
 import pytest
 
 from nanochat.common import Stop, as_path, begin_launch, read_json, stops_if
+from nanochat.config import flags_of_config
 from nanochat.files import data_at, list_files
 from nanochat.integrations import web, web_client
 from nanochat.parquet_source import ParquetSource
 from nanochat.pins import fingerprint
+from nanochat.run_dir import read_config
 from nanochat.sources import check, open_data, scan_files
 from nanochat.splits import pin_files, split_train_val
 from nanochat.tokenizer import get_tokenizer
@@ -194,6 +196,29 @@ def test_the_config_of_a_run_names_the_commit_that_it_pinned(hub, made):
     newest = hub.commit("own/set", newer(made.files))
     out = command(validate.main, f"--config={run_dir() / 'config.json'}", "--model-tag=again").out
     assert made.commit in out and newest not in out
+
+
+@pytest.mark.parametrize("listed", ["with commas", "in a file", "one of them"])
+def test_the_config_of_a_run_names_the_commit_of_each_path(hub, made, tmp_path, listed):
+    """Regression: --val-path named the branch, so a repeat validated with other text, and trained on
+    the old one."""
+    shards = [f"{SET}/data/shard_{i}.parquet" for i in range(4)]
+    data, val = ",".join(shards[:2]), ",".join(shards[2:])
+    if listed == "in a file":
+        val = str(tmp_path / "val.txt")
+        (tmp_path / "val.txt").write_text("\n".join(shards[2:]) + "\n")
+    if listed == "one of them":
+        data, val = f"{SET}@main", f"{SET}@main/data/shard_3.parquet"
+    train(data, val_path=val, num_iterations=1)
+    flags = flags_of_config(read_config(run_dir()), run_dir())
+    for name in ("data_path", "val_path"):
+        for path in flags[name].split(","):
+            assert path.startswith(f"{SET}@{made.commit}"), name
+    begin_launch()
+    hub.commit("own/set", newer(made.files))
+    train(flags["data_path"], val_path=flags["val_path"], num_iterations=1, model_tag="again")
+    pinned = [read_json(run_dir(tag) / "data_manifest.json") for tag in ("run", "again")]
+    assert pinned[0] == pinned[1]
 
 
 def test_a_fork_reads_the_commit_of_its_parent_and_asks_the_hub_nothing(hub, made):

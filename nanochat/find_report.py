@@ -57,7 +57,7 @@ def print_document(opened: Opened, name: str, *, as_json: bool) -> None:
     split, document = find_document(data, name)
     traced = ancestry.trace(parts[split], document)
     ancestry.check([traced])
-    print_uses(ancestry, [traced], "", as_json=as_json)
+    print_uses(ancestry, look_up(ancestry, [traced], ""), as_json=as_json)
 
 
 def print_text(opened: Opened, text: str, *, as_json: bool) -> None:
@@ -67,10 +67,12 @@ def print_text(opened: Opened, text: str, *, as_json: bool) -> None:
         raise ValueError("--text: it is empty; pass some words from a document")
     ancestry = Ancestry(opened)
     found = find_text(ancestry, text)
+    shown = look_up(ancestry, [*found.used, *found.others][:DOCUMENTS], text)
     if not as_json:
-        print_found(ancestry, found, text)
-    shown = [*found.used, *found.others][:DOCUMENTS]
-    print_uses(ancestry, shown, text, as_json=as_json)
+        learned = [document for document in shown if document.traced.steps]
+        num_rows = sum(len(document.rows_with_text) for document in learned)
+        print_found(ancestry, found, text, num_rows)
+    print_uses(ancestry, shown, as_json=as_json)
 
 
 class Found(NamedTuple):
@@ -115,50 +117,65 @@ def matches_of(parts: Sequence[Part], text: str) -> Iterator[tuple[Part, Documen
                 yield part, document
 
 
-def print_found(ancestry: Ancestry, found: Found, text: str) -> None:
-    """Print how many documents with a text were found, and how many of them were used."""
+def print_found(ancestry: Ancestry, found: Found, text: str, num_rows: int) -> None:
+    """Print how many documents with a text were found, how many of them were used, and that `num_rows`
+    rows have all of it."""
     number = len(found.used) + len(found.others)
     first = "first " if found.is_cut else ""
     num_left_out = sum(traced.is_left_out for traced in found.others)
     masked = f" ({num_left_out:,} left out by --without-documents)" if num_left_out else ""
-    others_too = ", perhaps other parts than this text" if found.used else ""
+    rows = f", and on all of it in {counted(num_rows, 'row') if num_rows else 'no row'}"
     end = "; the search stopped there" if found.is_cut else ""
     if found.is_cut or number > DOCUMENTS:
+        rows += " of those listed"
         end += f"; at most {DOCUMENTS} are listed"
     print(
         f"{visible(text)!r}: {ancestry.who()} trained on parts of {len(found.used)} of the {first}"
-        f"{counted(number, 'document')} containing it{masked}{others_too}{end}"
+        f"{counted(number, 'document')} containing it{masked}{rows if found.used else ''}{end}"
     )
 
 
 # ---- what the run did with them ------------------------------------------------------------------
 
 
-def print_uses(
-    ancestry: Ancestry, documents: Sequence[Traced], text: str, *, as_json: bool
-) -> None:
-    """Print the rows of documents, epoch by epoch. `text`: the one that --text asks for, or ""."""
+class LookedUp(NamedTuple):
+    """A document, and what a run did with it, as --json prints it."""
+
+    traced: Traced
+    origin: Place | None  # its place in the user's own file, if known
+    about: dict[str, Any]
+    passes: list[dict[str, Any]]
+    rows_with_text: list[dict[str, Any]]  # the rows that have all of the text
+
+
+def look_up(ancestry: Ancestry, documents: Sequence[Traced], text: str) -> list[LookedUp]:
+    """What a run did with documents. `text`: the one that --text asks for, or ""."""
     losses_of = lru_cache(None)(ancestry.losses)
-    legends: dict[str, None] = {}
-    in_a_row = 0  # documents of which a row has all of the text
+    found = []
     for traced in documents:
         content = content_of(traced.opened, traced.source, traced.document)
         passes = passes_of(ancestry, traced, content.ids, losses_of, text)
         uses = [use for of_epoch in passes for use in of_epoch["uses"]]
-        in_a_row += any(use.get("has_text") for use in uses)
+        with_text = [use for use in uses if use.get("has_text")]
         about = about_document(ancestry, traced, content, text)
-        if as_json:
-            print(json.dumps(finite({**about, "passes": passes}), allow_nan=False), flush=True)
-            continue
-        print_about(about, content.origin)
-        legends[print_passes(ancestry.opened, passes, with_text=bool(text))] = None
-        reason = why_not_learned(ancestry, traced)
+        found.append(LookedUp(traced, content.origin, about, passes, with_text))
+    return found
+
+
+def print_uses(ancestry: Ancestry, documents: Sequence[LookedUp], *, as_json: bool) -> None:
+    """Print the rows of documents, epoch by epoch, and what the columns mean."""
+    if as_json:
+        for document in documents:
+            line = {**document.about, "passes": document.passes}
+            print(json.dumps(finite(line), allow_nan=False))
+        return
+    legends: dict[str, None] = {}
+    for document in documents:
+        print_about(document.about, document.origin)
+        legends[print_passes(ancestry.opened, document.passes)] = None
+        reason = why_not_learned(ancestry, document.traced)
         if reason:
             print(reason)
-    if as_json:
-        return
-    if text and len(documents) > 1:
-        print(f"{visible(text)!r}: a row has all of it for {in_a_row} of these {len(documents)}")
     if ancestry.gaps:
         print(ancestry.gap_sentence())
     if any(legends):
@@ -265,16 +282,17 @@ def why_not_learned(ancestry: Ancestry, traced: Traced) -> str:
     return "the curriculum does not use its bucket"
 
 
-def print_passes(opened: Opened, passes: list[dict[str, Any]], *, with_text: bool) -> str:
-    """Print the rows that used a document, or, `with_text`, those of them that have all of the text,
-    and what became of its other tokens. Returns the legend; "" without rows."""
+def print_passes(opened: Opened, passes: list[dict[str, Any]]) -> str:
+    """Print the rows that used a document, or, if --text names a text, those of them that have all of
+    it, and what became of its other tokens. Returns the legend; "" without rows."""
     if opened.run.outcome == "completed":  # leave out epochs that the run may never have begun
         passes = [of_epoch for i, of_epoch in enumerate(passes) if of_epoch["uses"] or i == 0]
     uses = [use for of_epoch in passes for use in of_epoch["uses"]]
-    with_it = [use for use in uses if with_text and use["has_text"]]
-    shown = with_it or uses
+    asks_for_text = any("has_text" in use for use in uses)
+    with_it = [use for use in uses if use.get("has_text")]
     others = len(uses) - len(with_it)
-    if with_text and not with_it and others > ROWS:
+    shown = with_it or uses
+    if asks_for_text and not with_it and others > ROWS:
         shown = []
     legend = ""
     if len(shown) > ROWS:
@@ -285,7 +303,7 @@ def print_passes(opened: Opened, passes: list[dict[str, Any]], *, with_text: boo
         lines = [[use[name] for name in columns] for use in shown]
         print(*table(columns, lines), sep="\n")
         legend = LEGEND
-    if with_text and uses and not with_it:
+    if asks_for_text and not with_it:
         these = "these have" if shown else f"{counted(others, 'row')} have"
         print(f"no row has all of the text: {these} other parts of the document")
     elif with_it and others:

@@ -458,17 +458,6 @@ def test_another_packing_continues_where_the_parent_stopped_reading_and_its_ledg
     assert reached[: len(ours)] == reached[len(ours) :]
 
 
-def test_how_often_files_were_read_is_not_told_of_a_fork():
-    """Regression: a fork that packs anew had read its files about -0.01 times."""
-    fork("anew", packing="concat")
-    fork("same", parent="anew")
-    for name in ("anew", "same"):
-        assert RunReader(training.run_dir(name)).passes(STEPS) == {}
-    assert all(
-        0 < passes < 1 for passes in RunReader(training.run_dir("parent")).passes(STEPS).values()
-    )
-
-
 def test_a_circle_of_forks_ends():
     """Regression: the ledger of a fork of its own fork was sought for ever."""
     fork()

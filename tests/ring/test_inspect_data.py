@@ -834,10 +834,8 @@ def test_the_documents_with_a_text_are_listed_by_the_first_step_that_trained_on_
 def test_a_text_lists_its_documents_and_marks_the_rows_that_hold_it(killed):
     text = [*opened("text")[0].data.train["code"].texts(0)][3]
     out = run("find", "text", f"--text={text}")
-    assert re.search(
-        "the run trained on parts of [1-9][0-9]* of the [1-9][0-9]* documents? containing it, perhaps other parts",
-        out,
-    )
+    parts = "the run trained on parts of [1-9][0-9]* of the [1-9][0-9]* documents? containing it"
+    assert re.search(f"{parts}, and on all of it in [1-9][0-9]* rows?\n", out)
     assert (
         "code/0.parquet:3 (code)" in out
         and "epoch  step" in out
@@ -860,6 +858,17 @@ def test_a_text_lists_its_documents_and_marks_the_rows_that_hold_it(killed):
             if (d["file"], d["document"]) == ("code/0.parquet", 3)
         ]
         assert use["has_text"] == any(words in of_row for of_row in texts)
+
+
+def test_the_first_line_says_in_how_many_rows_all_of_a_text_is(capsys):
+    """Regression: "perhaps other parts than this text", whatever the rows below it held."""
+    ancestry = SimpleNamespace(who=lambda: "the run")
+    found = find_report.Found(used=[None], others=[], is_cut=False)
+    for number, rows in ((0, "no row"), (1, "1 row"), (2, "2 rows")):
+        find_report.print_found(ancestry, found, "of mice", number)
+        assert capsys.readouterr().out == (
+            f"'of mice': the run trained on parts of 1 of the 1 document containing it, and on all of it in {rows}\n"
+        )
 
 
 def test_a_row_that_only_repeats_the_text_does_not_count_as_one_that_trained_on_it(killed):
@@ -898,8 +907,11 @@ def a_pass(epoch, *, rows=1, cropped_after=None):
 
 
 def shown_passes(capsys, passes, *, with_text=False):
+    if not with_text:
+        for use in [use for of_epoch in passes for use in of_epoch["uses"]]:
+            del use["has_text"]
     running = SimpleNamespace(run=SimpleNamespace(outcome=""))
-    legend = find_report.print_passes(running, passes, with_text=with_text)
+    legend = find_report.print_passes(running, passes)
     return capsys.readouterr().out.splitlines(), legend
 
 

@@ -830,6 +830,23 @@ def print_versions(a: Side, b: Side, parts: list[Part]) -> None:
         print("", CPU_CAUSE, sep="\n")
 
 
+def print_parts(parts: Sequence[Part], *, with_tensors: bool) -> None:
+    """Print a line for each part. Without `with_tensors`, which lists everything that differs in
+    checkpoints, those after the first that differs are only named."""
+    later: list[Part] = []
+    if not with_tensors:
+        later = [part for part in parts if part.kind == "checkpoint" and part.gaps][1:]
+    for part in parts:
+        if part in later:
+            continue
+        print(part.text())
+        for gap in part.gaps if with_tensors and part.kind == "checkpoint" else ():
+            print(f"  {gap.where}: {gap.text}")
+    if later:
+        steps = ", ".join(part.name.removeprefix("checkpoint ") for part in later)
+        print(f"later checkpoints that differ: {steps} (--tensors lists how)")
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Compare and print.
 
@@ -882,11 +899,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if of_buckets := same_buckets(a, b):
             print("", *table(("bucket", header[0], *header[3:]), of_buckets), sep="\n")
     print()
-    for part in parts:
-        print(part.text())
-        if args.tensors and part.kind == "checkpoint":
-            for gap in part.gaps:
-                print(f"  {gap.where}: {gap.text}")
+    print_parts(parts, with_tensors=args.tensors)
     return 0 if equal else EXIT_FAILED
 
 

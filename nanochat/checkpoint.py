@@ -124,6 +124,7 @@ class SaveSettings:
         "also save after these numbers of steps, and never delete these checkpoints: steps, N* for every Nth "
         "step, and log for 0, 1, 2, 4, 8, ..., separated by commas, such as 0,100,5000*",
         metavar="LIST",
+        type=str,  # a single step in a file of flags is a number
     )
     sync_save: bool = setting(False, "pause training until each checkpoint is written")
     keep_last_k: int | None = setting(

@@ -334,6 +334,10 @@ class Parser(argparse.ArgumentParser):
         if isinstance(value, bool) != is_switch:
             expected = "true or false" if is_switch else "text or a number"
             self.error(f"{name}: got {value!r}, expected {expected}")
+        if isinstance(value, int | float) and not is_switch and action.type is None:
+            self.error(
+                f"{name}: got the number {value}, expected text; put it in quotes, or 1.10 is 1.1"
+            )
         if is_switch:
             name = name if value else _off(name)
             # a switch that is always off without its flag needs no argument
@@ -622,6 +626,9 @@ def run_main(main: Callable[[], int | None]) -> None:
             # closed (>&-): the next file that is opened would take its place, and receive what we
             # print
             discard(fd)
+    # Python has none where the descriptor was closed
+    sys.stdout = sys.stdout or os.fdopen(1, "w")
+    sys.stderr = sys.stderr or os.fdopen(2, "w")
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # escapes what the terminal cannot encode
             stream.reconfigure(errors="backslashreplace")
@@ -629,8 +636,7 @@ def run_main(main: Callable[[], int | None]) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         code = main() or 0
-        if sys.stdout is not None:  # Python has no stdout if it was closed
-            sys.stdout.flush()
+        sys.stdout.flush()
     except BrokenPipeError:
         discard(sys.stdout.fileno())  # with the output that is still buffered
         code = 128 + signal.SIGPIPE

@@ -36,7 +36,8 @@ def sample_next_token(
     Temperature 0 takes the most likely token and needs no generator. top_k restricts the draw to
     the k most likely tokens. Raises ValueError for a negative temperature or a top_k below 1.
     """
-    if temperature < 0 or (top_k is not None and top_k < 1):
+    is_number = temperature >= 0  # NaN is none
+    if not is_number or (top_k is not None and top_k < 1):
         raise ValueError(
             f"sampling: got temperature={temperature}, top_k={top_k}, expected at least 0 and 1"
         )

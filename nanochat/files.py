@@ -23,6 +23,7 @@ and it is an error if it is missing. Otherwise a failed download would silently 
 validation results.
 """
 
+import codecs
 import errno
 import logging
 import mimetypes
@@ -338,7 +339,8 @@ def _listed_in(place: AnyPath) -> list[str]:
     if not is_file(place) or place.stat().st_size > LIST_BYTES:
         return []
     listed = []
-    for number, line in enumerate(place.read_bytes().splitlines(), start=1):
+    text = place.read_bytes().removeprefix(codecs.BOM_UTF8)
+    for number, line in enumerate(text.splitlines(), start=1):
         word = line.decode(errors="replace").strip()
         if not word or word.startswith("#"):
             continue

@@ -340,7 +340,7 @@ def not_searched(buckets: Mapping[str, Manifest], list_path: AnyPath | str) -> l
     """The names of the training files that were not searched for a list of documents; none if the
     list does not say which were, or no longer exists."""
     try:
-        lines = local_copy(as_path(list_path)).read_text().splitlines()
+        lines = local_copy(as_path(list_path)).read_text("utf-8-sig").splitlines()
     except FileNotFoundError:
         return []
     searched = searched_in(lines)
@@ -377,7 +377,7 @@ def leave_out(
     val_files = {entry["name"] for manifest in val.values() for entry in manifest["files"]}
     listed: dict[str, set[int] | None] = {}
     try:
-        lines = local_copy(as_path(list_path)).read_text().splitlines()
+        lines = local_copy(as_path(list_path)).read_text("utf-8-sig").splitlines()
     except FileNotFoundError:
         raise FileNotFoundError(
             f"--without-documents={list_path}: no such file; restore it, or name another list"

@@ -392,9 +392,9 @@ def read_footer(path: AnyPath, field: str = TEXT_FIELD) -> Footer:
         counts.append(group.num_rows)
         text_bytes += column.total_uncompressed_size
     recorded = metadata.metadata or {}
-    text_bytes = int(recorded.get(TEXT_BYTES, text_bytes))
     origin = None
     if ORIGIN in recorded:
+        text_bytes = int(recorded[TEXT_BYTES])
         shape = {"size": int, "hash": str}
         origin = Origin(**parse_json(recorded[ORIGIN], f"{path}: {ORIGIN.decode()}", shape))
     raw = path.footer() if isinstance(path, Remote) else None

@@ -3,6 +3,7 @@ ends."""
 
 import errno
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,8 @@ import pytest
 from nanochat.cli import Parser, read_yaml, run_main, whole
 from nanochat.common import as_path, get_base_dir
 from tests.spec.test_common import HOSTILE, SHOWN
+
+ROOT = Path(__file__).parents[2]
 
 
 def parser():
@@ -255,6 +258,30 @@ def test_a_base_directory_that_cannot_be_written_names_its_variable(
         with pytest.raises(SystemExit, match="1"):
             run_main(lambda name=name: denied(name))
         assert ("set NANOCHAT_BASE_DIR" in capsys.readouterr().err) == hint
+
+
+@pytest.mark.parametrize("number", ["1.10", "007", "2024_01_05", "1:30"])
+def test_a_number_for_a_text_is_refused_because_it_is_not_what_was_written(
+    tmp_path, capsys, number
+):
+    """Regression: the run 1.1 was trained, or resumed, for model-tag: 1.10."""
+    path = tmp_path / "flags.yaml"
+    for text in (number, f"'{number}'", f"[a, {number}]"):
+        path.write_text(f"text: {text}\n")
+        if text != number:
+            parser().parse_args([f"--config={path}"])
+            continue
+        with pytest.raises(SystemExit, match="2"):
+            parser().parse_args([f"--config={path}"])
+        assert "--text: got the number" in capsys.readouterr().err
+
+
+def test_a_closed_stderr_takes_what_is_printed_there():
+    """Regression: 'NoneType' object has no attribute 'write', of a progress bar."""
+    child = "import sys; from nanochat.cli import run_main; run_main(lambda: print('x', file=sys.stderr))"
+    for closing in ("2>&-", ">&- 2>&-"):
+        command_line = f"exec {shlex.quote(sys.executable)} -c {shlex.quote(child)} {closing}"
+        assert subprocess.run(["bash", "-c", command_line], cwd=ROOT).returncode == 0
 
 
 @pytest.mark.parametrize(

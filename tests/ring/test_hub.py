@@ -468,9 +468,11 @@ def test_addresses_of_files_give_the_same_rows(hub, made, kind):
     assert training.digests() == made.digests
 
 
-def test_a_text_file_may_list_addresses(hub, made, tmp_path):
+@pytest.mark.parametrize("begin", ["# a comment\n", "\ufeff"])
+def test_a_text_file_may_list_addresses(hub, made, tmp_path, begin):
+    """Regression: a list that began with a byte order mark was itself the text to train on."""
     listed = tmp_path / "urls.txt"
-    listed.write_text("# a comment\n" + "\n".join(web_files(hub, made)))
+    listed.write_text(begin + "\r\n".join(web_files(hub, made)))
     train(listed)
     assert training.digests() == made.digests
 

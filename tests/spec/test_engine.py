@@ -1,5 +1,6 @@
 """Generation with a cache equals the full forward."""
 
+import math
 from types import SimpleNamespace
 
 import pytest
@@ -75,7 +76,7 @@ def test_sampling_follows_temperature_and_top_k():
         kept = logits[0] / temperature + (0.0 if top_k != 2 else torch.tensor([-1e9, 0, 0, -1e9]))
         shares = torch.bincount(drawn[:, 0], minlength=4) / 20000
         torch.testing.assert_close(shares, kept.softmax(0), atol=0.015, rtol=0)
-    for wrong in ({"temperature": -1.0}, {"top_k": 0}):
+    for wrong in ({"temperature": -1.0}, {"temperature": math.nan}, {"top_k": 0}):
         with pytest.raises(ValueError, match="sampling: got"):
             sample_next_token(logits, rng, **wrong)
 

@@ -278,7 +278,8 @@ def test_a_number_for_a_text_is_refused_because_it_is_not_what_was_written(
 
 def test_a_closed_stderr_takes_what_is_printed_there():
     """Regression: 'NoneType' object has no attribute 'write', of a progress bar."""
-    child = "import sys; from nanochat.cli import run_main; run_main(lambda: print('x', file=sys.stderr))"
+    write = "run_main(lambda: sys.stderr.write('x') and 0)"
+    child = f"import sys; from nanochat.cli import run_main; {write}"
     for closing in ("2>&-", ">&- 2>&-"):
         command_line = f"exec {shlex.quote(sys.executable)} -c {shlex.quote(child)} {closing}"
         assert subprocess.run(["bash", "-c", command_line], cwd=ROOT).returncode == 0

@@ -410,6 +410,11 @@ def test_the_config_json_of_a_run_with_removed_settings_is_a_file_of_flags(tmp_p
     assert parse(f"--config={tmp_path / 'config.json'}") == RUN
 
 
+def test_a_single_step_to_save_at_may_be_a_number_in_a_file(tmp_path):
+    (tmp_path / "flags.yaml").write_text("save-at: 100\n")
+    assert parse(f"--config={tmp_path / 'flags.yaml'}").save_at == "100"
+
+
 @pytest.mark.parametrize("number", [-1, 0])
 def test_an_older_run_that_evaluated_one_row_is_still_read(number):
     config = {**Settings().to_json(), "eval_tokens": number}

@@ -218,8 +218,8 @@ class DataSettings:
 
     data_path: str | None = setting(
         None,
-        "data folder, local, in object storage or on the Hub (hf://datasets/OWNER/NAME[@REVISION][/FOLDER]); URLs of "
-        "parquet files, separated by commas or listed in a text file; or paths of token files without .bin, "
+        "data folder, local, in object storage or on the Hub (hf://datasets/OWNER/NAME[@REVISION][/FOLDER]); files or "
+        "URLs of text, separated by commas (URLs also listed in a text file); or paths of token files without .bin, "
         f"separated by commas (default: the downloaded {DATASET_NAME} data set)",
     )
     data_cache: float = setting(
@@ -230,7 +230,7 @@ class DataSettings:
     )
     val_path: str | None = setting(
         None,
-        "validation data (default: val/ below --data-path or files named so, else its last file)",
+        "validation data, named like --data-path (default: val/ below it or files named so, else its last file)",
         auto=True,
     )
     data_format: str = setting(

@@ -63,12 +63,14 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument(
         "--data-path",
-        help=f"folder or file of text: {', '.join(FORMATS['text'])} "
+        help=f"folder or file of text, here or elsewhere, as for base_train: {', '.join(FORMATS['text'])} "
         f"(default: the {DATASET_NAME} download)",
     )
     add_text_flags(parser, "text_field", "min_chars", "val_fraction")
     parser.add_argument(
-        "--val-path", help="validation files, which are not read (default: the last file)"
+        "--val-path",
+        help="validation files, which are not read (default: the last file; a run with --curriculum "
+        "validates on the last one of each subfolder: name these for both)",
     )
     parser.add_argument(
         "--output-dir",

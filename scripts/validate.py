@@ -130,14 +130,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.decontaminate:
         decontaminate(run, args.decontaminate, args.ngram, args.list)
     is_good = True
-    if order_of(run.settings).has_plan:
+    if not order_of(run.settings).has_plan:
+        report_readings(run)
+    elif run.settings.plan == "off":
+        ok("no plan (--plan=off)")
+    else:
         plan = make_run_plan(run, run.data)
         if args.plot:
             draw(plan, args.plot)
             ok(f"plot {args.plot}")
         is_good = report_plan(plan, run)
-    else:
-        report_readings(run)
     if is_good and not refused:
         if has_room:
             ok("training can start")
@@ -160,8 +162,10 @@ def check_flags(args: argparse.Namespace, settings: Settings) -> None:
         raise ValueError(
             f"--{idle[0]}: has no effect without --decontaminate; name a benchmark there"
         )
-    if args.plot and not order_of(settings).has_plan:
-        raise ValueError(f"--plot: there is no plan with --order={settings.order}; leave it out")
+    has_plan = order_of(settings).has_plan and settings.plan != "off"
+    if args.plot and not has_plan:
+        why = "--plan=off" if settings.plan == "off" else f"--order={settings.order}"
+        raise ValueError(f"--plot: there is no plan with {why}; leave it out")
 
 
 def check_launch(settings: Settings) -> bool:

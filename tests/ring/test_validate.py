@@ -446,6 +446,16 @@ def test_the_plot_is_a_picture_or_an_error_that_names_the_extra(workplace, monke
     assert code == 1 and "pip install -e '.[plot]'" in err and not (workplace / "plan.png").exists()
 
 
+def test_with_plan_off_no_plan_is_made(workplace):
+    """Regression: it was made, printed and counted."""
+    mix(workplace, 20, 1)
+    assert checked()[0] == 1, "the case"
+    code, out, _ = checked(plan="off")
+    assert code == 0 and "ok: no plan (--plan=off)\nok: training can start" in out
+    code, _, err = checked("--plot", workplace / "plan.png", plan="off")
+    assert code == 1 and "there is no plan with --plan=off" in err
+
+
 BOOKS = {"curriculum": None, "data_format": "text", "long_docs": "crop", "num_iterations": 40}
 
 

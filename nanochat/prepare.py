@@ -74,7 +74,7 @@ from nanochat.common import (
     write_json,
 )
 from nanochat.pins import DATA_MANIFEST, read_manifests
-from nanochat.run_dir import list_runs, run_path
+from nanochat.run_dir import run_dirs
 from nanochat.text import ORIGIN, TEXT_BYTES, Numbered, Selection, Skipped, prepared_dir
 from nanochat.text_kinds import describe_skipped, numbered_documents, warn_once
 
@@ -472,15 +472,15 @@ def describe_sources(sources: Sequence[str]) -> str:
 def _users(base: Path) -> defaultdict[str, list[str]]:
     """{prepared folder: runs that read it, at their last launch}."""
     users = defaultdict[str, list[str]](list)
-    for tag in list_runs():
+    for run_dir in run_dirs():
         used = set()
         with contextlib.suppress(OSError, ValueError):  # a run whose manifest is corrupt
-            manifests = read_manifests(run_path(tag) / DATA_MANIFEST)
+            manifests = read_manifests(run_dir / DATA_MANIFEST)
             for manifest in itertools.chain(*(of.values() for of in manifests.values())):
                 places = [Path(entry.get("parquet", "")) for entry in manifest["files"]]
                 used |= {p.relative_to(base).parts[0] for p in places if p.is_relative_to(base)}
         for folder in used:
-            users[folder].append(tag)
+            users[folder].append(run_dir.name)
     return users
 
 

@@ -84,7 +84,8 @@ FOLDERS = ("checkpoints", "logs", "logs/cursors", "logs/rows", "tokenizer")
 
 
 def run_path(tag: str) -> Path:
-    """<base dir>/runs/<tag>, the path of a run's directory, which need not exist. ValueError unless
+    """<base dir>/runs/<tag>, the path of the directory of a run that a command names, which need
+    not exist. ValueError unless
     `tag` is a plain, printable name of at most 100 characters that cannot be mistaken for a
     flag."""
     if re.fullmatch(r"[\w@+=,%~ ][\w@+=,%~ .-]{0,99}", tag) is None:
@@ -112,11 +113,16 @@ def is_run_dir(path: Path) -> bool:
     return (path / CONFIG_NAME).is_file() or bool(checkpoint_folders(path))
 
 
-def list_runs() -> list[str]:
-    """The tags of all runs under the base directory, sorted, including runs that are just
-    starting."""
+def run_dirs() -> list[Path]:
+    """The directories of all runs under the base directory, sorted, including runs that are just
+    starting. A copied or renamed one may have a name that no new run may have."""
     root = get_base_dir() / "runs"
-    return sorted(p.name for p in root.iterdir() if _has_run(p)) if root.is_dir() else []
+    return sorted(filter(_has_run, root.iterdir())) if root.is_dir() else []
+
+
+def list_runs() -> list[str]:
+    """The names of `run_dirs`."""
+    return [path.name for path in run_dirs()]
 
 
 def _has_run(path: Path) -> bool:

@@ -411,7 +411,8 @@ def test_the_command_lists_sizes_and_sources(data, base_dir, capsys):
 def test_folders_that_runs_began_with_are_listed_with_them_and_not_removed_unless_named(
     data, base_dir, capsys
 ):
-    for tag, selection in (("mine", TWENTIETH), ("other", Selection(val_fraction=0.5))):
+    # a name as of a copied folder, which no new run may have: its text was deleted
+    for tag, selection in (("[mine]", TWENTIETH), ("other", Selection(val_fraction=0.5))):
         run = base_dir / "runs" / tag
         run.mkdir(parents=True)
         (run / ".run_state.json").touch()
@@ -419,7 +420,7 @@ def test_folders_that_runs_began_with_are_listed_with_them_and_not_removed_unles
         (run / "data_manifest.json").write_text(json.dumps(manifests))
     prepare.main([])
     lines = capsys.readouterr().out.splitlines()
-    assert sorted(line.split()[-1] for line in lines[1:3]) == ["mine", "other"]
+    assert sorted(line.split()[-1] for line in lines[1:3]) == ["[mine]", "other"]
     with_runs = folders(base_dir)
     # what they were made from may have changed since, so nobody can make them again
     scan(data)

@@ -226,6 +226,21 @@ def test_the_table_of_all_runs_marks_dead_ones(base, capsys):
     assert lines[2].endswith("the disk is full")
 
 
+@pytest.mark.parametrize("name", ["t0 (copy)", "t0 [old]", "t0\x1b[31m"])
+def test_a_folder_with_a_name_that_no_new_run_may_have_is_listed(base, capsys, name):
+    """Regression: the name was refused, so that status showed no run, and stop found none."""
+    path = fake_run(base, name, "running")
+    fake_run(base, "t1", "completed")
+    assert status.main([]) == 0
+    _, copy, other = capsys.readouterr().out.splitlines()
+    assert copy.startswith(name.replace("\x1b", "\\u001b")) and other.split()[0] == "t1"
+    assert status.main(["--json"]) == 0
+    runs = json.loads(capsys.readouterr().out)
+    assert [run["run"] for run in runs] == [str(path), str(run_dir(base, "t1"))]
+    assert stop.main([]) == 0
+    assert (path / FLAG_NAME).exists()
+
+
 def test_runs_ranked_by_bits_per_byte_of_different_text_have_a_note(base, capsys):
     """Regression: they were ranked without a word."""
     config = {"data_format": "text", "max_seq_len": 8, "derived": {}}

@@ -437,7 +437,7 @@ def _resumed(
     that it has changed)."""
     config = read_config(run_dir)
     newest = config_at(run_dir, math.inf)
-    settings = keep_length(settings, config, newest, named)
+    settings = keep_length(run_dir, settings, config, newest, named)
     settings, notices = resume_settings(config, settings, run_dir=run_dir, newest=newest)
     return config, settings, notices
 
@@ -450,17 +450,19 @@ def _lengths_before(run_dir: Path, config: Mapping[str, Any]) -> set[int | None]
 
 
 def keep_length(
+    run_dir: Path,
     settings: Settings,
     config: Mapping[str, Any],
     newest: Mapping[str, Any],
     named: Collection[str],
 ) -> Settings:
-    """The settings with the length that the newest launch of the run had, if the command names
+    """The settings with the length that the newest launch of the run in `run_dir` had, if the command names
     none: a rerun must not train a short run on to the default length, nor to that of its first
     launch, which its config.json (`config`) has. The last phase of a curriculum decides the length,
     too, so the run's own curriculum becomes the newest one."""
-    first = Settings.from_json(config)
-    last = Settings.from_json(newest)
+    path = run_dir / CONFIG_NAME
+    first = Settings.from_json(config, path)
+    last = Settings.from_json(newest, path)
     kept = dict[str, Any]()
     lengths = {f.name: f.default for f in fields(HorizonSettings)}
     is_named = any(name in named for name in lengths)
@@ -715,7 +717,7 @@ def open_run(
     disk are compared with their pins first. `data_path`, `val_path`: see `find_folders`. `step`: the
     settings are those of the launch that took it (default: of the newest launch). FileNotFoundError if
     the run has pinned no files."""
-    settings = Settings.from_json(config_at(run_dir, step))
+    settings = Settings.from_json(config_at(run_dir, step), run_dir / CONFIG_NAME)
     manifests = read_manifests(run_dir / DATA_MANIFEST)
     begin_launch(settings.data_cache)
     if not manifests:

@@ -112,7 +112,7 @@ def settings_of(run: RunReader, step: int, process: Process) -> Settings:
     launch = launch_of(run, step)
     changed = launch.started.get("changed") or {}
     known = {name: value for name, value in changed.items() if name in run.config}
-    settings = Settings.from_json({**run.config, **known})
+    settings = Settings.from_json({**run.config, **known}, run.run_dir / CONFIG_NAME)
     return replace(
         settings,
         world_size=process.world_size,

@@ -177,8 +177,9 @@ class RunReader:
         if self.fork is None:
             return None
         beside = self.run_dir.parent / self.fork.run
-        if (beside / CONFIG_NAME).is_file():
-            return beside
+        with contextlib.suppress(PermissionError):  # another user's
+            if (beside / CONFIG_NAME).is_file():
+                return beside
         with contextlib.suppress(OSError, ValueError):  # it is not here
             named, _ = find_run_at(str(self.config.get("fork_from")))
             if named.name == self.fork.run and (named / CONFIG_NAME).is_file():
@@ -760,7 +761,7 @@ class RunReader:
         try:
             state = read_state(self.run_dir)
             alive = state and liveness(self.run_dir, state)
-        except ValueError as e:
+        except (PermissionError, ValueError) as e:
             return status | {"shown": "unreadable", "reason": str(e)}
         if state is None:
             return status

@@ -21,6 +21,7 @@ from nanochat.run_state import STATE_NAME, identify, read_state
 from nanochat.run_stop import FLAG_NAME
 from scripts import status, stop
 from tests.forks import as_fork
+from tests.private import private
 from tests.training import PATIENCE_S, owner_of, wait_for
 
 ROOT = Path(__file__).parents[2]
@@ -247,6 +248,22 @@ def test_a_folder_with_a_name_that_no_new_run_may_have_is_listed(base, capsys, n
     assert [run["run"] for run in runs] == [str(path), str(run_dir(base, "t1"))]
     assert stop.main([]) == 0
     assert (path / FLAG_NAME).exists()
+
+
+def test_a_run_that_may_not_be_read_hides_no_other_run(base, capsys):
+    """Regression: status and stop ended with an error about the one of another user."""
+    path = fake_run(base, "mine", "running")
+    as_fork(fake_run(base, "fork", "completed"), "theirs", 20)
+    theirs = fake_run(base, "theirs", "completed")
+    (theirs / "config.json").write_text("{}")
+    for folder in (theirs, theirs / STATE_NAME):  # or it is only its files that may not
+        with private(folder):
+            assert status.main(["mine"]) == status.main([]) == stop.main([]) == 0
+            lines = capsys.readouterr().out.splitlines()
+        assert any(line.startswith("mine ") for line in lines)
+        assert any(line.lstrip().startswith("fork ") for line in lines)
+    assert (path / FLAG_NAME).exists()
+    assert any(line.split()[:2] == ["theirs", "unreadable"] for line in lines)
 
 
 def test_runs_ranked_by_bits_per_byte_of_different_text_have_a_note(base, capsys):

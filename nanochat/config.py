@@ -456,22 +456,24 @@ class Settings(
         return values
 
     @staticmethod
-    def from_json(value: Mapping[str, Any]) -> "Settings":
-        """The settings in a run's config.json. A missing setting gets its default; unknown entries
-        are ignored. ValueError for a value that is invalid for its setting."""
-        where = "restore the run's config.json, if it was damaged or edited, or use the code that wrote it"
+    def from_json(value: Mapping[str, Any], path: Path | str = CONFIG_NAME) -> "Settings":
+        """The settings in a run's config.json, which is at `path`. A missing setting gets its
+        default; unknown entries are ignored. ValueError, which begins with `path`, for a value that
+        is invalid for its setting."""
         value = _migrated(value)
         order = value.get("order", Settings.order)
-        check_shape({"order": order}, {"order": str}, where)
         try:
+            check_shape(order, str, "order")
             kind = settings_class(order)
             types = get_type_hints(kind)
             values = {name: value[name] for name in fields_of(kind) if name in value}
-            check_shape(values, {name: types[name] for name in values}, where)
+            for name, setting_value in values.items():
+                check_shape(setting_value, types[name], name)
             settings = kind(**values)
             _ = settings.mix  # checks the curriculum
         except ValueError as e:
-            raise ValueError(f"{where}: {e}") from None
+            remedy = "restore it, if it was damaged or edited, or use the code that wrote it"
+            raise ValueError(f"{path}: {e}; {remedy}") from None
         return settings
 
     def to_json(self) -> dict[str, Any]:
@@ -831,8 +833,9 @@ def resume_settings(
     config.json holds `run`. Automatic settings of the command take the run's values. `newest`:
     `config_at` the newest launch, from which a setting may go back to the run's. ValueError lists
     the changes that are not allowed."""
-    last = Settings.from_json(run if newest is None else newest)
-    then, now = Settings.from_json(run), command.to_json()
+    path = run_dir / CONFIG_NAME
+    last = Settings.from_json(run if newest is None else newest, path)
+    then, now = Settings.from_json(run, path), command.to_json()
     # with another --order, which is refused, only the common settings can be compared
     known = fields_of(type(then) if type(then) is type(command) else Settings)
     notices: dict[str, Notice] = {}

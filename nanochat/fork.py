@@ -71,6 +71,7 @@ from nanochat.pins import (
     read_manifests,
 )
 from nanochat.run_dir import (
+    CONFIG_NAME,
     Fork,
     changes_text,
     config_at,
@@ -104,7 +105,7 @@ class Parent:
 
 def _settings_at(run_dir: Path, step: int) -> Settings:
     """The settings with which a run took a step, but the places where it has read its data last."""
-    settings = Settings.from_json(config_at(run_dir, step))
+    settings = Settings.from_json(config_at(run_dir, step), run_dir / CONFIG_NAME)
     newest = config_at(run_dir, math.inf)
     return replace(settings, data_path=newest.get("data_path"), val_path=newest.get("val_path"))
 

@@ -80,6 +80,7 @@ class Fetch:
         """ValueError if the mirror's run has other settings than a command that would resume it."""
         config = self.first_good(self.marks, self._config, required=True)
         assert config is not None
+        Settings.from_json(config, f"{self.store.where}: {CONFIG_NAME}")  # an error names this file
         known = {name: config[name] for name in OF_MACHINE if name in config}
         try:
             resume_settings(config, replace(settings, **known), run_dir=self.run_dir)

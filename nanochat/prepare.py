@@ -62,6 +62,7 @@ from nanochat.common import (
     each,
     few,
     fsync_dir,
+    get_base_dir,
     hash_file,
     hash_json,
     is_remote,
@@ -74,7 +75,6 @@ from nanochat.common import (
     write_json,
 )
 from nanochat.pins import DATA_MANIFEST, read_manifests
-from nanochat.run_dir import list_runs, run_path
 from nanochat.text import ORIGIN, TEXT_BYTES, Numbered, Selection, Skipped, prepared_dir
 from nanochat.text_kinds import describe_skipped, numbered_documents, warn_once
 
@@ -469,19 +469,24 @@ def describe_sources(sources: Sequence[str]) -> str:
     return f"{short}: {few(names)}"
 
 
-def _users(base: Path) -> defaultdict[str, list[str]]:
-    """{prepared folder: runs that read it, at their last launch}."""
+def _users(base: Path) -> tuple[defaultdict[str, list[str]], list[str]]:
+    """({prepared folder: runs that read it, at their last launch}, runs of which this is not known,
+    because their manifest cannot be read)."""
     users = defaultdict[str, list[str]](list)
-    for tag in list_runs():
+    unknown = []
+    for run_dir in sorted((get_base_dir() / "runs").glob("*")):
+        try:
+            manifests = read_manifests(run_dir / DATA_MANIFEST)
+        except (OSError, ValueError):  # it is corrupt, or another user's
+            unknown.append(run_dir.name)
+            continue
         used = set()
-        with contextlib.suppress(OSError, ValueError):  # a run whose manifest is corrupt
-            manifests = read_manifests(run_path(tag) / DATA_MANIFEST)
-            for manifest in itertools.chain(*(of.values() for of in manifests.values())):
-                places = [Path(entry.get("parquet", "")) for entry in manifest["files"]]
-                used |= {p.relative_to(base).parts[0] for p in places if p.is_relative_to(base)}
+        for manifest in itertools.chain(*(of.values() for of in manifests.values())):
+            places = [Path(entry.get("parquet", "")) for entry in manifest["files"]]
+            used |= {p.relative_to(base).parts[0] for p in places if p.is_relative_to(base)}
         for folder in used:
-            users[folder].append(tag)
-    return users
+            users[folder].append(run_dir.name)
+    return users, unknown
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -505,10 +510,15 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise ValueError(
                 f"{name}: no such folder in {base}; expected {', '.join(known) or 'none'}"
             )
-    users = _users(base)
+    users, unknown = _users(base)
     chosen = [known[name] for name in args.names] or folders
     if args.remove and not args.names:
         chosen = [folder for folder in folders if not users[folder.name]]
+        if unknown and chosen:
+            raise ValueError(
+                f"--remove: which text {few(unknown)} reads is not known, because {DATA_MANIFEST} in its "
+                f"folder cannot be read, so nothing was deleted; name the folders to delete"
+            )
     rows = []
     for folder in chosen:
         records = _read_records(folder).values()

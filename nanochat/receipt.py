@@ -49,7 +49,7 @@ from nanochat.common import (
 from nanochat.config import REMOVED, Settings, fields_of, flag
 from nanochat.files import MANIFEST_NAME, data_at
 from nanochat.pins import Manifest, Pin, is_prepared, pins_of
-from nanochat.run_dir import read_cursors
+from nanochat.run_dir import CONFIG_NAME, read_cursors
 from nanochat.run_order import stream_config
 from nanochat.run_reader import Launch, RunReader
 from nanochat.run_stream import Opened
@@ -218,7 +218,8 @@ def make_receipt(
             f"resume the run, or restore the log"
         )
     data, config, _ = open_run(run.run_dir, data_path)
-    settings = Settings.from_json(run.config)  # `check_launches` compares those of each launch
+    # `check_launches` compares those of each launch
+    settings = Settings.from_json(run.config, run.run_dir / CONFIG_NAME)
     marks, link = {}, ""
     for step in range(first, steps):
         link = next_link(link, digests[step])
@@ -424,7 +425,7 @@ def open_receipt(path: Path, given: Settings, last: int) -> Opened:
         raise ValueError(
             f"{path}: it has no step {last:,}; the run trained steps 0 to {receipt['steps'] - 1:,}"
         )
-    settings = Settings.from_json(receipt["settings"])
+    settings = Settings.from_json(receipt["settings"], path)
     known = {*fields_of(type(settings)), *REMOVED}
     if unknown := sorted(receipt["settings"].keys() - known):
         raise ValueError(

@@ -97,7 +97,8 @@ def find_stretches(path: Path, name: str | None, asked: str) -> Stretches:
     if "checkpoints" not in receipt:
         raise ValueError(f"{path}: it lists no checkpoints; write it again with scripts.receipt")
     run = RunReader(find_run(name or receipt["run"]))
-    ours = json.loads(json.dumps(training_settings(Settings.from_json(run.config))))
+    settings = Settings.from_json(run.config, run.run_dir / CONFIG_NAME)
+    ours = json.loads(json.dumps(training_settings(settings)))
     for name in receipt["training"] | ours:
         for what, theirs, own in changes_of(name, receipt["training"].get(name), ours.get(name)):
             raise ValueError(

@@ -84,7 +84,8 @@ FOLDERS = ("checkpoints", "logs", "logs/cursors", "logs/rows", "tokenizer")
 
 
 def run_path(tag: str) -> Path:
-    """<base dir>/runs/<tag>, the path of a run's directory, which need not exist. ValueError unless
+    """<base dir>/runs/<tag>, the path of the directory of a run that a command names, which need
+    not exist. ValueError unless
     `tag` is a plain, printable name of at most 100 characters that cannot be mistaken for a
     flag."""
     if re.fullmatch(r"[\w@+=,%~ ][\w@+=,%~ .-]{0,99}", tag) is None:
@@ -112,21 +113,45 @@ def is_run_dir(path: Path) -> bool:
     return (path / CONFIG_NAME).is_file() or bool(checkpoint_folders(path))
 
 
-def list_runs() -> list[str]:
-    """The tags of all runs under the base directory, sorted, including runs that are just
-    starting."""
+def run_dirs() -> list[Path]:
+    """The directories of all runs under the base directory, sorted, including runs that are just
+    starting, without those that may not be read. A copied or renamed one may have a name that no
+    new run may have."""
     root = get_base_dir() / "runs"
-    return sorted(p.name for p in root.iterdir() if _has_run(p)) if root.is_dir() else []
+    found = []
+    for path in sorted(root.iterdir()) if root.is_dir() else []:
+        with contextlib.suppress(PermissionError):  # another user's
+            if _has_run(path):
+                found.append(path)
+    return found
+
+
+def list_runs() -> list[str]:
+    """The names of `run_dirs`."""
+    return [path.name for path in run_dirs()]
 
 
 def _has_run(path: Path) -> bool:
-    return is_run_dir(path) or (path / ".run_state.json").is_file()
+    """Whether a folder holds a run, also one that is just starting. PermissionError if it may not be
+    read."""
+    try:
+        return is_run_dir(path) or (path / ".run_state.json").is_file()
+    except PermissionError:
+        raise PermissionError(
+            f"{path}: you may not read this folder; ask its owner for access, or name another run"
+        ) from None
 
 
 def find_run(tag_or_path: str | os.PathLike[str] | None) -> Path:
     """The run directory with this tag (tried first) or path; None stands for the only run. Raises
-    FileNotFoundError, or ValueError for None."""
-    runs, root = list_runs(), get_base_dir() / "runs"
+    FileNotFoundError, PermissionError, or ValueError for None. The other runs are looked at only if
+    none is found."""
+    root = get_base_dir() / "runs"
+    text = "" if tag_or_path is None else os.fspath(tag_or_path)
+    for path in (root / text, Path(text).expanduser()):
+        if text and _has_run(path):
+            return path
+    runs = list_runs()
     known = ", ".join(runs) or "none"
     if tag_or_path is None:
         if len(runs) != 1:
@@ -135,10 +160,6 @@ def find_run(tag_or_path: str | os.PathLike[str] | None) -> Path:
                 + ("name one" if runs else "start one with scripts.base_train")
             )
         return root / runs[0]
-    text = os.fspath(tag_or_path)
-    for path in (root / text, Path(text).expanduser()):
-        if text and _has_run(path):
-            return path
     raise FileNotFoundError(
         f"no run {text!r}: neither a tag under {root} nor a run directory"
         f"{did_you_mean(text, runs) or f'; existing runs: {known}'}"
@@ -156,7 +177,8 @@ def find_run_at(name: str) -> tuple[Path, str | None]:
     if path.parent.name == "checkpoints":
         return path.parent.parent, path.name
     run, at, selector = name.rpartition("@")
-    is_whole = not at or path.exists() or name in list_runs()  # an @ may be part of a name
+    # an @ may be part of a name
+    is_whole = not at or path.exists() or _has_run(get_base_dir() / "runs" / name)
     return (find_run(name), None) if is_whole else (find_run(run), selector)
 
 

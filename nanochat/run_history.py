@@ -29,6 +29,7 @@ from typing import Any, NamedTuple
 from nanochat.cli import Decides
 from nanochat.config import Settings, changes_of, known_settings
 from nanochat.model_code import CODE_OF, code_changes
+from nanochat.run_dir import CONFIG_NAME
 from nanochat.run_reader import RunReader
 from nanochat.schedule import HorizonSettings, Schedule, ScheduleSettings
 
@@ -219,7 +220,7 @@ class Rates:
 
     def __init__(self, run: RunReader) -> None:
         self.run = run
-        self.settings = Settings.from_json(run.config)
+        self.settings = Settings.from_json(run.config, run.run_dir / CONFIG_NAME)
         self.schedules: dict[int, Schedule] = {}  # {horizon: schedule}
 
     def horizon(self, step: int) -> int:

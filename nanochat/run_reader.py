@@ -34,7 +34,6 @@ from typing import Any
 from nanochat.common import check_shape, counted, few, is_remote, read_json
 from nanochat.model_code import changed_code, shown_code
 from nanochat.run_dir import (
-    CHECKPOINT_NAME,
     CONFIG_NAME,
     PLAN_NAME,
     Fork,
@@ -135,14 +134,9 @@ def older_evaluation(run_dir: Path, step: int) -> Path:
     return run_dir / f"eval-{step}.json"
 
 
-def _step_of(path: Path) -> int:
-    """The step of a checkpoint, as its name or its seal says; -1 if neither does."""
-    match = CHECKPOINT_NAME.fullmatch(path.name)
-    if match and match["step"]:
-        return int(match["step"])
-    with contextlib.suppress(OSError, ValueError):
-        return read_json(path / "trainer_state.json", {"step": int})["step"]
-    return -1
+def _newest(steps: Mapping[str, int]) -> str | None:
+    """The checkpoint with the highest step, of {name: step}; None if there is none."""
+    return max(steps, key=lambda name: (steps[name], name == "final"), default=None)
 
 
 class RunReader:
@@ -183,8 +177,9 @@ class RunReader:
         if self.fork is None:
             return None
         beside = self.run_dir.parent / self.fork.run
-        if (beside / CONFIG_NAME).is_file():
-            return beside
+        with contextlib.suppress(PermissionError):  # another user's
+            if (beside / CONFIG_NAME).is_file():
+                return beside
         with contextlib.suppress(OSError, ValueError):  # it is not here
             named, _ = find_run_at(str(self.config.get("fork_from")))
             if named.name == self.fork.run and (named / CONFIG_NAME).is_file():
@@ -479,7 +474,7 @@ class RunReader:
         """Number of steps after which the newest launch stands. `num_steps` is higher as long as
         that launch takes steps again. If it took none itself, the step of its weights."""
         if self.made_of:
-            return max(self._checkpoints().values())
+            return max(self._checkpoints().values(), default=0)
         return self.launches[-1].last if self.launches else self.num_steps
 
     @property
@@ -727,13 +722,17 @@ class RunReader:
     def newest_checkpoint(self) -> str | None:
         """The name of the checkpoint with the highest step, None if there is none. One that was written
         later may be a replay of an earlier step."""
-        steps = self._checkpoints()
-        return max(steps, key=lambda name: (steps[name], name == "final"), default=None)
+        return _newest(self._checkpoints())
 
     def _checkpoints(self) -> dict[str, int]:
-        """{name of a checkpoint: its step}."""
-        folders = checkpoint_folders(self.run_dir)
-        return {name: _step_of(path) for name, path in folders.items()}
+        """{name of a checkpoint: the step in its seal}, without those whose seal cannot be read, as
+        after a copy that was interrupted: no launch resumes from them."""
+        steps = {}
+        for name, path in checkpoint_folders(self.run_dir).items():
+            with contextlib.suppress(OSError, ValueError):
+                seal = read_json(path / "trainer_state.json", {"step": int})
+                steps[name] = seal["step"]
+        return steps
 
     # ---- the current state ----
 
@@ -762,18 +761,21 @@ class RunReader:
         try:
             state = read_state(self.run_dir)
             alive = state and liveness(self.run_dir, state)
-        except ValueError as e:
+        except (PermissionError, ValueError) as e:
             return status | {"shown": "unreadable", "reason": str(e)}
         if state is None:
             return status
+        steps = self._checkpoints()
+        saved_step = max(steps.values(), default=None)
+        reached = state["step"] if alive == "alive" else None
         status |= state | {
             "liveness": alive,
             "shown": state["status"],
             "exit_code": exit_code(self.run_dir, state),
             "heartbeat_age_s": heartbeat_age_s(state),
-            "checkpoint": self.newest_checkpoint() or state["checkpoint"],
-            "saved_step": max(self._checkpoints().values(), default=None),
-            "mirror": self._mirror(state["step"] if alive == "alive" else None),
+            "checkpoint": _newest(steps) or state["checkpoint"],
+            "saved_step": saved_step,
+            "mirror": self._mirror(saved_step if reached is None else reached),
         }
         if status["fork"] and state.get("skipped"):  # its state counts those of its ancestors, too
             status["skipped"] = logged_skips(self.run_dir)
@@ -799,13 +801,11 @@ class RunReader:
 
     def _mirror(self, step: float | None) -> dict[str, Any] | None:
         """The state of the run's mirror as this machine knows it, with how many steps and seconds it
-        is behind; None without a mirror. `step`: that of a running launch; otherwise, the mirror is
-        behind if a checkpoint here is newer."""
+        is behind; None without a mirror. `step`: that which a running launch has reached, otherwise
+        that of the newest checkpoint here."""
         mirror = read_mirror_state(self.run_dir)
         if mirror is None:
             return None
-        if step is None:
-            step = max(self._checkpoints().values(), default=0)
         copied = mirror["copied"]
         return mirror | {
             "behind_steps": max(0, int(step or 0) - max(0, mirror["step"] or 0)),

@@ -108,7 +108,13 @@ from nanochat.schedule import Horizon, HorizonSettings
 from nanochat.sources import RunData, check_files, open_data, warn_of_arrivals
 from nanochat.steps import Progress
 from nanochat.stream import open_stream
-from nanochat.tokenizer import JSON_FILE, Tokenizer, default_tokenizer, get_tokenizer
+from nanochat.tokenizer import (
+    JSON_FILE,
+    Tokenizer,
+    default_tokenizer,
+    get_tokenizer,
+    read_description,
+)
 
 
 class Over(NamedTuple):
@@ -334,6 +340,18 @@ def find_tokenizer(settings: Settings, data_path: str) -> Tokenizer:
 # ---- the existing run ----------------------------------------------------------------------------
 
 
+def check_own_tokenizer(run_dir: Path, fingerprint: str) -> None:
+    """ValueError if a run's own folder holds another tokenizer than that of its settings, which has
+    this `fingerprint` ("" if they are older and do not say). A folder without one passes."""
+    folder = run_dir / "tokenizer"
+    found = read_description(folder)
+    if fingerprint and found is not None and found["fingerprint"] != fingerprint:
+        raise ValueError(
+            f"{folder}: holds the tokenizer {found['fingerprint']}, but this run trains with "
+            f"{fingerprint}; put the run's tokenizer/ back"
+        )
+
+
 def inspect_run(settings: Settings, device: torch.device, named: Collection[str] = ()) -> Start:
     """Collective. Find out how a command's run starts or resumes, without changing anything.
     `named`: the settings that the command names. ValueError if a fixed setting changed, if a run
@@ -437,7 +455,9 @@ def _resumed(
     that it has changed)."""
     config = read_config(run_dir)
     newest = config_at(run_dir, math.inf)
-    settings = keep_length(settings, config, newest, named)
+    first = Settings.from_json(config, run_dir / CONFIG_NAME)
+    check_own_tokenizer(run_dir, first.tokenizer_fingerprint)
+    settings = keep_length(run_dir, settings, config, newest, named)
     settings, notices = resume_settings(config, settings, run_dir=run_dir, newest=newest)
     return config, settings, notices
 
@@ -450,17 +470,19 @@ def _lengths_before(run_dir: Path, config: Mapping[str, Any]) -> set[int | None]
 
 
 def keep_length(
+    run_dir: Path,
     settings: Settings,
     config: Mapping[str, Any],
     newest: Mapping[str, Any],
     named: Collection[str],
 ) -> Settings:
-    """The settings with the length that the newest launch of the run had, if the command names
+    """The settings with the length that the newest launch of the run in `run_dir` had, if the command names
     none: a rerun must not train a short run on to the default length, nor to that of its first
     launch, which its config.json (`config`) has. The last phase of a curriculum decides the length,
     too, so the run's own curriculum becomes the newest one."""
-    first = Settings.from_json(config)
-    last = Settings.from_json(newest)
+    path = run_dir / CONFIG_NAME
+    first = Settings.from_json(config, path)
+    last = Settings.from_json(newest, path)
     kept = dict[str, Any]()
     lengths = {f.name: f.default for f in fields(HorizonSettings)}
     is_named = any(name in named for name in lengths)
@@ -715,7 +737,7 @@ def open_run(
     disk are compared with their pins first. `data_path`, `val_path`: see `find_folders`. `step`: the
     settings are those of the launch that took it (default: of the newest launch). FileNotFoundError if
     the run has pinned no files."""
-    settings = Settings.from_json(config_at(run_dir, step))
+    settings = Settings.from_json(config_at(run_dir, step), run_dir / CONFIG_NAME)
     manifests = read_manifests(run_dir / DATA_MANIFEST)
     begin_launch(settings.data_cache)
     if not manifests:
@@ -723,6 +745,7 @@ def open_run(
             f"{run_dir / DATA_MANIFEST}: missing, so this run has read no data; start it first"
         )
     manifests = check_files(manifests, *find_folders(run_dir, data_path, val_path))
+    check_own_tokenizer(run_dir, settings.tokenizer_fingerprint)
     tokenizer = get_tokenizer(run_dir / "tokenizer")
     try:
         config = stream_config(settings)
@@ -779,10 +802,12 @@ def begin_run(run: Run, guard: Guard) -> None:
     )
     open_folders(run_dir)
     write_json(run_dir / DATA_MANIFEST, run.data.manifests)
-    run.data.tokenizer.save(run_dir / "tokenizer")
+    begins = not (run_dir / CONFIG_NAME).exists()
+    # a launch that ended before this point may have left another one
+    run.data.tokenizer.save(run_dir / "tokenizer", force=begins)
     if plan is not None:
         write_json(run_dir / PLAN_NAME, plan.to_json())
-    if not (run_dir / CONFIG_NAME).exists():
+    if begins:
         origin = {} if run.origin is None else {"origin": describe_origin(run.origin)}
         write_json(
             run_dir / CONFIG_NAME,

@@ -36,6 +36,7 @@ from nanochat.common import counted, print0, write_json
 from nanochat.run_dir import CONFIG_NAME, find_run, new_run_path, open_folders
 from nanochat.run_owner import write_completed
 from nanochat.run_reader import RunReader
+from nanochat.start_run import check_own_tokenizer
 from scripts.export import new_folder
 
 
@@ -117,6 +118,7 @@ def fill(run_dir: Path, source: Path, tag: str, checkpoints: Sequence[Checkpoint
     state["progress"] = theirs["progress"] | {"val_bpb": None, "min_val_bpb": None}
     state["status"] = "completed"
     state["averaged"] = [str(checkpoint.path) for checkpoint in checkpoints]
+    check_own_tokenizer(source, theirs.get("tokenizer_fingerprint", ""))
     open_folders(run_dir)
     shutil.copytree(source / "tokenizer", run_dir / "tokenizer", dirs_exist_ok=True)
     shutil.copyfile(source / "data_manifest.json", run_dir / "data_manifest.json")

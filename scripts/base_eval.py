@@ -59,7 +59,7 @@ from nanochat.gpt import GPT
 from nanochat.loss_eval import NothingToEvaluate, evaluate_bpb, evaluate_buckets, in_nats
 from nanochat.order import StreamConfig
 from nanochat.pins import DATA_MANIFEST, Manifest, read_manifests
-from nanochat.run_dir import config_at, find_run_at
+from nanochat.run_dir import CONFIG_NAME, config_at, find_run_at
 from nanochat.run_order import stream_config
 from nanochat.run_reader import (
     EVAL_NAME,
@@ -464,7 +464,7 @@ def evaluate(
         if args.val_path is None:
             opened = Opened(*open_run(run_dir, args.data_path, step=last_step))
         else:
-            settings = Settings.from_json(config_at(run_dir, last_step))
+            settings = Settings.from_json(config_at(run_dir, last_step), run_dir / CONFIG_NAME)
             trained = RunReader(run_dir).manifests.get("train", {})
             opened = open_text(settings, args.val_path, args.text_field, tokenizer, trained)
             result["data"] = args.val_path

@@ -456,7 +456,7 @@ def to_nanochat(source: str, out: Path) -> str:
     """
     checkpoint, config, tokenizer = open_checkpoint(source)
     run_dir, step = run_of(checkpoint), checkpoint.step
-    settings = Settings.from_json(config_at(run_dir, step - 1))
+    settings = Settings.from_json(config_at(run_dir, step - 1), run_dir / CONFIG_NAME)
     if config.n_embd < gpt.SMEAR_CHANNELS:
         raise ValueError(
             f"{checkpoint.path}: n_embd is {config.n_embd}, but nanochat's smear gate reads "

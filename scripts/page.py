@@ -40,7 +40,7 @@ from nanochat.run_curves import (
     point_series,
     step_series,
 )
-from nanochat.run_dir import CONFIG_NAME, find_run, list_runs, run_path
+from nanochat.run_dir import CONFIG_NAME, find_run, run_dirs
 from nanochat.run_facts import differing_settings, sentences_about, validation_note
 from nanochat.run_reader import (
     Launch,
@@ -583,8 +583,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     out = args.out.absolute()
     folders = [find_run(name).absolute() for name in args.run]
     if not folders:
-        every_run = [run_path(name) for name in list_runs()]
-        folders = [path for path in every_run if (path / CONFIG_NAME).is_file()]
+        folders = [path for path in run_dirs() if (path / CONFIG_NAME).is_file()]
     if not folders:
         raise FileNotFoundError("no runs in the base directory; name a run's folder")
     while True:

@@ -56,7 +56,14 @@ from nanochat.run_journal import Journal, code_version
 from nanochat.run_reader import Launch, RunReader
 from nanochat.run_settings import resolve
 from nanochat.schedule import Schedule
-from nanochat.start_run import Run, Start, find_data, find_folders, find_origin
+from nanochat.start_run import (
+    Run,
+    Start,
+    check_own_tokenizer,
+    find_data,
+    find_folders,
+    find_origin,
+)
 from nanochat.steps import Outcome
 from nanochat.tokenizer import get_tokenizer
 from nanochat.trainer import Training, take_step
@@ -112,7 +119,7 @@ def settings_of(run: RunReader, step: int, process: Process) -> Settings:
     launch = launch_of(run, step)
     changed = launch.started.get("changed") or {}
     known = {name: value for name, value in changed.items() if name in run.config}
-    settings = Settings.from_json({**run.config, **known})
+    settings = Settings.from_json({**run.config, **known}, run.run_dir / CONFIG_NAME)
     return replace(
         settings,
         world_size=process.world_size,
@@ -178,6 +185,7 @@ def replayed(
             f"the replay may differ"
         )
     logged = {record["step"]: record for record in run.steps}
+    check_own_tokenizer(run.run_dir, settings.tokenizer_fingerprint)
     tokenizer = get_tokenizer(run.run_dir / "tokenizer")
     folders = find_folders(run.run_dir, data_path)
     of_run = find_data(start, tokenizer, process.rank, folders)

@@ -38,7 +38,7 @@ from typing import Any
 
 from nanochat.cli import Parser, run_main
 from nanochat.common import Bits, counted, duration, get_base_dir, show, table
-from nanochat.run_dir import Fork, changes_text, find_run, list_runs, run_path
+from nanochat.run_dir import Fork, changes_text, find_run, run_dirs
 from nanochat.run_reader import RunReader, tree_of
 
 WATCH_EVERY_S = 2.0
@@ -263,9 +263,7 @@ def print_status(args: argparse.Namespace) -> list[dict[str, Any]]:
     If exactly one run is named: FileNotFoundError if it has no state, ValueError if its state is
     corrupt.
     """
-    paths = [find_run(name) for name in args.run]
-    if not paths:
-        paths = [run_path(tag) for tag in list_runs()]
+    paths = [find_run(name) for name in args.run] or run_dirs()
     runs = [RunReader(path).status() for path in paths]
     if len(args.run) == 1:
         print_run(runs[0], args.json)

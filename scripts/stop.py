@@ -25,7 +25,7 @@ from typing import Any
 
 from nanochat.cli import EXIT_FAILED, Parser, run_main
 from nanochat.common import get_base_dir
-from nanochat.run_dir import find_run, list_runs, run_path
+from nanochat.run_dir import find_run, run_dirs, run_path
 from nanochat.run_owner import last_owner
 from nanochat.run_reader import RunReader
 from nanochat.run_state import is_alive_here
@@ -56,11 +56,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def only_live_run() -> Path:
     """The only active run below the base directory. ValueError if none or several are active."""
-    live = [
-        path
-        for path in map(run_path, list_runs())
-        if RunReader(path).status()["liveness"] == "alive"
-    ]
+    live = [path for path in run_dirs() if RunReader(path).status()["liveness"] == "alive"]
     if len(live) == 1:
         return live[0]
     problem = (

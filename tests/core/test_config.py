@@ -361,10 +361,12 @@ def test_the_table_of_settings_has_a_row_for_each_rule():
     ],
 )
 def test_a_config_json_with_impossible_values_is_named(damage, error):
-    """Regression: a value of another type was a TypeError, and the error of a curriculum named no
-    file."""
-    with pytest.raises(ValueError, match=rf"restore the run's config\.json, .*{re.escape(error)}"):
-        Settings.from_json({**RUN.to_json(), **damage})
+    """Regression: a value of another type was a TypeError, the error named no file, and it had the
+    remedy twice."""
+    path = re.escape(str(RUN_DIR / "config.json"))
+    with pytest.raises(ValueError, match=rf"^{path}: .*{re.escape(error)}") as e:
+        resume_settings({**RUN.to_json(), **damage}, RUN, run_dir=RUN_DIR)
+    assert str(e.value).count("; restore it, if it was damaged or edited") == 1
 
 
 OLD = {

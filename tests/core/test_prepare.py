@@ -1,5 +1,6 @@
 """Prepared folders: other kinds of rows, interruptions, damage, older runs, and the command."""
 
+import contextlib
 import errno
 import itertools
 import json
@@ -21,6 +22,7 @@ from nanochat.splits import pin_files
 from nanochat.text import ALL, Selection
 from scripts import inspect_data, receipt, verify
 from tests import training
+from tests.private import private
 from tests.spec.test_prepare import DOCUMENTS, folders, places
 from tests.toy import ByteTokenizer, write_jsonl, write_parquet
 
@@ -411,7 +413,8 @@ def test_the_command_lists_sizes_and_sources(data, base_dir, capsys):
 def test_folders_that_runs_began_with_are_listed_with_them_and_not_removed_unless_named(
     data, base_dir, capsys
 ):
-    for tag, selection in (("mine", TWENTIETH), ("other", Selection(val_fraction=0.5))):
+    # a name as of a copied folder, which no new run may have: its text was deleted
+    for tag, selection in (("[mine]", TWENTIETH), ("other", Selection(val_fraction=0.5))):
         run = base_dir / "runs" / tag
         run.mkdir(parents=True)
         (run / ".run_state.json").touch()
@@ -419,7 +422,7 @@ def test_folders_that_runs_began_with_are_listed_with_them_and_not_removed_unles
         (run / "data_manifest.json").write_text(json.dumps(manifests))
     prepare.main([])
     lines = capsys.readouterr().out.splitlines()
-    assert sorted(line.split()[-1] for line in lines[1:3]) == ["mine", "other"]
+    assert sorted(line.split()[-1] for line in lines[1:3]) == ["[mine]", "other"]
     with_runs = folders(base_dir)
     # what they were made from may have changed since, so nobody can make them again
     scan(data)
@@ -427,6 +430,28 @@ def test_folders_that_runs_began_with_are_listed_with_them_and_not_removed_unles
     prepare.main(["--remove"])
     assert folders(base_dir) == with_runs
     assert "deleted 1 folder, kept 2 that a run reads" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("is_corrupt", [True, False])
+def test_no_text_is_deleted_that_a_run_whose_manifest_cannot_be_read_may_read(
+    data, base_dir, is_corrupt
+):
+    """Regression: it was deleted for a corrupt one; one of another user ended the command."""
+    run = base_dir / "runs" / "mine"
+    run.mkdir(parents=True)
+    (run / ".run_state.json").touch()
+    manifests = json.dumps(pin_files(data, selection=TWENTIETH))
+    (run / "data_manifest.json").write_text(manifests[: -9 if is_corrupt else None])
+    before = folders(base_dir)
+    with contextlib.nullcontext() if is_corrupt else private(run):
+        assert prepare.main([]) == 0
+        with pytest.raises(
+            ValueError, match=r"which text mine reads is not known.*name the folders"
+        ):
+            prepare.main(["--remove"])
+        assert folders(base_dir) == before != []
+        prepare.main([before[0].name, "--remove"])
+    assert folders(base_dir) == []
 
 
 def test_a_folder_that_is_linked_names_the_files_of_its_own(data, base_dir, capsys):

@@ -11,6 +11,7 @@ from unittest import mock
 import pytest
 
 from nanochat import run_dir as rd
+from tests.private import private
 from tests.toy import tree
 
 
@@ -30,6 +31,26 @@ def test_runs_are_found_by_tag_and_path(tmp_path, monkeypatch):
     for tag in ("", ".hidden", "a/b", "..", "a\nb", "a\0b", "a*", "x" * 300):
         with pytest.raises(ValueError, match=r"^--model-tag: got .{,300} such as d12$"):
             rd.run_path(tag)
+
+
+def test_a_run_that_may_not_be_read_hides_no_other_run(tmp_path, monkeypatch):
+    """Regression: every command on any run ended with an error about the one of another user."""
+    monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path))
+    for tag in ("mine", "theirs"):
+        (rd.run_path(tag) / "checkpoints").mkdir(parents=True)
+        (rd.run_path(tag) / "config.json").write_text("{}")
+    mine, theirs = rd.run_path("mine"), rd.run_path("theirs")
+    with private(theirs):
+        assert rd.run_dirs() == [rd.find_run("mine")] == [rd.find_run(None)] == [mine]
+        assert rd.find_run_at("mine@2") == (mine, "2")
+        with pytest.raises(FileNotFoundError, match=r"'other'.*existing runs: mine$"):
+            rd.find_run("other")
+        for find, name in ((rd.find_run, "theirs"), (rd.find_run_at, "theirs@2")):
+            with pytest.raises(
+                PermissionError, match=r"theirs: you may not read this.*its owner"
+            ) as e:
+                find(name)
+            assert e.value.errno is None, "no advice on another base directory"
 
 
 def test_a_missing_or_corrupt_config_json_is_named(tmp_path):

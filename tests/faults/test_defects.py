@@ -21,8 +21,19 @@ from nanochat.pins import read_manifests
 from nanochat.plan import BucketPlan, read_plan
 from nanochat.run_dir import newest_events
 from nanochat.stream import open_stream
-from scripts import base_train, compare_runs, inspect_data, report, verify
+from nanochat.tokenizer import RustBPETokenizer
+from scripts import (
+    average,
+    base_train,
+    compare_runs,
+    inspect_data,
+    receipt,
+    replay,
+    report,
+    verify,
+)
 from tests import training
+from tests.finished import STEPS, command
 from tests.toy import MemorySource, json_copy
 
 EXAMPLE_LR = {
@@ -107,8 +118,8 @@ def test_verify_accepts_a_tag_and_the_example_of_base_train_learns(base, capsys)
 def test_code_version_is_the_commit_and_marks_changes(tmp_path, monkeypatch):
     git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b"]
     (tmp_path / "trainer.py").touch()
-    for command in (["init", "-q"], ["add", "."], ["commit", "-q", "-m", "a"]):
-        subprocess.run([*git, *command], check=True)
+    for arguments in (["init", "-q"], ["add", "."], ["commit", "-q", "-m", "a"]):
+        subprocess.run([*git, *arguments], check=True)
     monkeypatch.setattr(run_journal, "__file__", str(tmp_path / "trainer.py"))
     code_version = run_journal.code_version.__wrapped__  # without its cache
     clean = code_version()
@@ -246,3 +257,49 @@ def test_the_only_step_of_a_log_with_a_wrong_type_is_named(copied):
     log.write_text(f'{good}{mark}"x", "fast": {last}')
     with pytest.raises(ValueError, match=r"step [1-9]: tokens_per_s: expected a number, got a str"):
         report.main(["run"])
+
+
+def put_another_tokenizer():
+    """Replace the tokenizer in the folder of the run by another one of the same size."""
+    folder = training.run_dir() / "tokenizer"
+    folder.mkdir(parents=True, exist_ok=True)
+    documents = training.texts(200, seed=7)
+    other = RustBPETokenizer.train_from_iterator(documents, training.VOCAB_SIZE)
+    other.save(folder, force=True)
+
+
+@pytest.mark.parametrize(
+    ("main", "argv"),
+    [
+        (receipt.main, ["run", "--out={}/made"]),
+        (inspect_data.main, ["find", "run", "--text=the"]),
+        (replay.main, ["run@7"]),
+        (average.main, ["run", "--last=2", "--model-tag=made"]),
+    ],
+)
+def test_a_command_on_a_run_whose_tokenizer_was_replaced_says_to_put_it_back(copied, main, argv):
+    """Regression: a receipt that no one could verify, and "start a new run"."""
+    put_another_tokenizer()
+    outcome = command(main, *(arg.format(copied) for arg in argv))
+    assert outcome.code == 1 and "Traceback" not in outcome.err
+    assert re.search(r"^error: .*runs/run/tokenizer: .*put the run's tokenizer/ back", outcome.err)
+    assert not (copied / "made").exists() and not (copied / "runs" / "made").exists()
+
+
+def test_a_resume_of_a_run_whose_tokenizer_was_replaced_says_to_put_it_back(copied):
+    """Regression: --output-dir and --force, which are flags of another command."""
+    put_another_tokenizer()
+    error = training.refuse(num_iterations=STEPS + 1)
+    assert "runs/run/tokenizer: " in error and "put the run's tokenizer/ back" in error
+    assert "--" not in error
+
+
+def test_a_tokenizer_that_a_launch_left_before_its_run_began_is_replaced(base):
+    """Regression: refused, with the flags of another command."""
+    put_another_tokenizer()
+    training.succeed(num_iterations=1)
+    of_run, of_data = [
+        RustBPETokenizer.from_directory(folder / "tokenizer").fingerprint
+        for folder in (training.run_dir(), base)
+    ]
+    assert of_run == of_data

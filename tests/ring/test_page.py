@@ -134,7 +134,7 @@ def make_run(path, **how):
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    base = tmp_path_factory.mktemp("runs")
+    base = tmp_path_factory.mktemp("base") / "runs"
     return [make_run(base / "<b>one & only"), make_run(base / "two", digest="f" * 16)]
 
 
@@ -550,6 +550,15 @@ def test_a_long_log_is_thinned_and_keeps_its_spikes(tmp_path, monkeypatch):
     assert every and int(every[1]) >= 3 and run["steps"][-1] == 1_999
     assert 50_000 < len(json.dumps(data, separators=(",", ":"))) < 110_000
     assert SPIKE in run["steps"] and max(filter(None, curves(run)[page.LOSS, "loss"])) == 50.0
+
+
+def test_the_page_of_all_runs_has_one_with_a_name_that_no_new_run_may_have(
+    runs, tmp_path, monkeypatch
+):
+    """Regression: the name was refused, so that no run had a page."""
+    monkeypatch.setenv("NANOCHAT_BASE_DIR", str(runs[0].parent.parent))
+    names = [run["name"] for run in write([], tmp_path / "page.html")[1]["runs"]]
+    assert names == [run.name for run in runs]
 
 
 def test_watch_rewrites_the_page_while_the_run_is_alive(runs, tmp_path, monkeypatch):

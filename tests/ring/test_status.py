@@ -21,6 +21,7 @@ from nanochat.run_state import STATE_NAME, identify, read_state
 from nanochat.run_stop import FLAG_NAME
 from scripts import status, stop
 from tests.forks import as_fork
+from tests.private import private
 from tests.training import PATIENCE_S, owner_of, wait_for
 
 ROOT = Path(__file__).parents[2]
@@ -113,6 +114,14 @@ def trainer(base, name="d1", **more):
     return process
 
 
+def fake_checkpoint(run, name, step):
+    """A checkpoint of which only the seal is there."""
+    folder = run / "checkpoints" / name
+    folder.mkdir(parents=True)
+    write_json(folder / "trainer_state.json", {"step": step})
+    return folder
+
+
 OWNED = []  # keeps the locks that this process holds
 
 
@@ -163,7 +172,7 @@ def test_one_run_at_a_glance(base, capsys):
         ranks=ranks,
         world_size=3,
     )
-    (path / "checkpoints" / "checkpoint-1000").mkdir(parents=True)
+    fake_checkpoint(path, "checkpoint-1000", 1000)
     assert status.main(["d1"]) == 0
     shown = dict(re.split("  +", line, maxsplit=1) for line in capsys.readouterr().out.splitlines())
     assert re.fullmatch(r".*, 50 min 0\d s ago", shown.pop("newest launch")) and re.fullmatch(
@@ -224,6 +233,37 @@ def test_the_table_of_all_runs_marks_dead_ones(base, capsys):
         ["zero", "unreadable"],
     ]
     assert lines[2].endswith("the disk is full")
+
+
+@pytest.mark.parametrize("name", ["t0 (copy)", "t0 [old]", "t0\x1b[31m"])
+def test_a_folder_with_a_name_that_no_new_run_may_have_is_listed(base, capsys, name):
+    """Regression: the name was refused, so that status showed no run, and stop found none."""
+    path = fake_run(base, name, "running")
+    fake_run(base, "t1", "completed")
+    assert status.main([]) == 0
+    _, copy, other = capsys.readouterr().out.splitlines()
+    assert copy.startswith(name.replace("\x1b", "\\u001b")) and other.split()[0] == "t1"
+    assert status.main(["--json"]) == 0
+    runs = json.loads(capsys.readouterr().out)
+    assert [run["run"] for run in runs] == [str(path), str(run_dir(base, "t1"))]
+    assert stop.main([]) == 0
+    assert (path / FLAG_NAME).exists()
+
+
+def test_a_run_that_may_not_be_read_hides_no_other_run(base, capsys):
+    """Regression: status and stop ended with an error about the one of another user."""
+    path = fake_run(base, "mine", "running")
+    as_fork(fake_run(base, "fork", "completed"), "theirs", 20)
+    theirs = fake_run(base, "theirs", "completed")
+    (theirs / "config.json").write_text("{}")
+    for folder in (theirs, theirs / STATE_NAME):  # or it is only its files that may not
+        with private(folder):
+            assert status.main(["mine"]) == status.main([]) == stop.main([]) == 0
+            lines = capsys.readouterr().out.splitlines()
+        assert any(line.startswith("mine ") for line in lines)
+        assert any(line.lstrip().startswith("fork ") for line in lines)
+    assert (path / FLAG_NAME).exists()
+    assert any(line.split()[:2] == ["theirs", "unreadable"] for line in lines)
 
 
 def test_runs_ranked_by_bits_per_byte_of_different_text_have_a_note(base, capsys):
@@ -341,7 +381,7 @@ def test_a_run_that_failed_after_its_last_save_says_what_is_saved(base, capsys):
     """Regression: "30/30 (100.0 %)", and 20 of these steps were lost with a full disk."""
     for state, words in (("failed", "100.0 %), saved 10"), ("running", "100.0 %)")):
         path = fake_run(base, state, state, step=30, num_iterations=30)
-        (path / "checkpoints" / "checkpoint-10").mkdir(parents=True)
+        fake_checkpoint(path, "checkpoint-10", 10)
         status.main([state])
         assert re.search(rf"step +30/30 \({re.escape(words)}\n", capsys.readouterr().out)
 
@@ -361,7 +401,7 @@ def test_a_run_that_ended_before_its_first_save_says_so(base, capsys, state, ste
     assert "nothing saved" not in out and re.search(
         r"checkpoint +checkpoint-20 \(not here\)\n", out
     )
-    (run / "checkpoints" / "checkpoint-20").mkdir(parents=True)
+    fake_checkpoint(run, "checkpoint-20", 20)
     status.main(["b"])
     assert re.search(r"checkpoint +checkpoint-20\n", capsys.readouterr().out)
 
@@ -409,20 +449,33 @@ def test_a_checkpoint_that_a_failed_launch_has_fetched_is_the_last_one(base, fet
     checkpoint of the launch before it; one replayed of an earlier step is not the last."""
     run = fake_run(base, "d2", "stopped", checkpoint="checkpoint-2")
     for name, step in ((fetched, 9), ("checkpoint-2", 2), ("checkpoint-1", 1)):
-        (run / "checkpoints" / name).mkdir(parents=True)
-        (run / "checkpoints" / name / "trainer_state.json").write_text(json.dumps({"step": step}))
+        fake_checkpoint(run, name, step)
     assert RunReader(run).status()["checkpoint"] == fetched
+
+
+def test_a_checkpoint_without_a_readable_seal_is_not_the_last_one(base, capsys):
+    """Regression: status named it, though a resume starts at an older one."""
+    run = fake_run(base, "d1", "completed", step=6, num_iterations=6, checkpoint="final")
+    fake_checkpoint(run, "checkpoint-2", 2)
+    (fake_checkpoint(run, "final", 6) / "trainer_state.json").unlink()
+    (fake_checkpoint(run, "checkpoint-4", 4) / "trainer_state.json").write_text("")
+    (run / "checkpoints" / "checkpoint-99999999999999999999999").mkdir()
+    shown = RunReader(run).status()
+    assert (shown["checkpoint"], shown["saved_step"]) == ("checkpoint-2", 2)
+    (run / "checkpoints" / "checkpoint-2" / "trainer_state.json").unlink()
+    status.main(["d1"])
+    assert re.search(r"last checkpoint +final \(not here\)\n", capsys.readouterr().out)
 
 
 def test_after_a_kill_status_shows_the_newest_checkpoint_on_disk(base, capsys):
     """Regression: it showed "last checkpoint none", because the state of a killed launch did not
     name them."""
     path = fake_run(base, "d1", "running", ranks=[{**identify(), "start": "1"}])
-    for age, name in enumerate(
-        ("checkpoint-30", ".tmp-checkpoint-40-7", "checkpoint-4", "checkpoint-20-shutdown")
-    ):
-        (path / "checkpoints" / name).mkdir(parents=True)
-        os.utime(path / "checkpoints" / name, (1e9 - age, 1e9 - age))
+    checkpoints = {"checkpoint-30": 30, ".tmp-checkpoint-40-7": 40, "checkpoint-4": 4}
+    checkpoints["checkpoint-20-shutdown"] = 20
+    for age, (name, step) in enumerate(checkpoints.items()):
+        folder = fake_checkpoint(path, name, step)
+        os.utime(folder, (1e9 - age, 1e9 - age))
     assert status.main(["d1", "--json", "--exit-code"]) == 1
     assert json.loads(capsys.readouterr().out)["checkpoint"] == "checkpoint-30"
 
@@ -474,7 +527,7 @@ def test_a_dead_run_is_only_resumed_from_a_save(base, saved, words):
     """Regression: "resumes the run", of one whose steps are lost."""
     path = fake_run(base, "d1", "running", step=9, ranks=[{**identify(), "start": "1"}])
     if saved:
-        (path / "checkpoints" / "checkpoint-5").mkdir(parents=True)
+        fake_checkpoint(path, "checkpoint-5", 5)
     assert RunReader(path).status()["reason"].endswith(f"the same command {words}")
 
 

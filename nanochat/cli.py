@@ -31,6 +31,7 @@ import re
 import select
 import signal
 import sys
+import threading
 import tomllib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import field
@@ -54,6 +55,8 @@ from nanochat.common import (
 
 EXIT_FAILED = 1  # exit code after an error that one sentence explains
 EXIT_HALTED = 3  # the user must decide how the run continues
+LEAVE_S = 5.0  # how long the end of a process may take after a part of it hung
+_leaves_soon = False  # see `leave_soon`
 
 MAX_BYTES = 1 << 19  # PyYAML takes five to ten seconds for this much
 MAX_TOML_BYTES = 1 << 15  # tomllib takes two seconds for a key with this many dots
@@ -619,6 +622,8 @@ def run_main(main: Callable[[], int | None]) -> None:
     calls this. Bad input (ValueError, OSError) becomes one sentence on stderr and exit code 1. The
     script exits quietly if the reader closes the pipe (as with `head`), and with one line after a
     stop or Ctrl-C, which may name a remedy. Any other exception is a bug and keeps its traceback."""
+    global _leaves_soon
+    _leaves_soon = False
     for fd in range(3):
         try:
             os.fstat(fd)
@@ -649,7 +654,18 @@ def run_main(main: Callable[[], int | None]) -> None:
     except KeyboardInterrupt as e:
         _say(": ".join(["interrupted", *map(str, e.args)]))
         code = 130
+    if _leaves_soon:
+        last = threading.Timer(LEAVE_S, os._exit, [code])
+        last.daemon = True
+        last.start()
     sys.exit(code)
+
+
+def leave_soon() -> None:
+    """From now on, when `run_main` exits, what other programs have left in this process (threads,
+    atexit functions) may take LEAVE_S at most. Call it if some part of the process hangs."""
+    global _leaves_soon
+    _leaves_soon = True
 
 
 def _say(text: str) -> None:

@@ -21,6 +21,7 @@ The watchdog handles errors that one rank hits between collectives.
 
 import contextlib
 import ctypes
+import logging
 import os
 import platform
 import re
@@ -29,7 +30,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -42,10 +43,13 @@ from nanochat.common import (
     check_stop,
     counted,
     differences,
+    each,
     get_dist_info,
     join_reasons,
     stop_reason,
 )
+
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -53,6 +57,9 @@ PROCESSOR = ("cpu", "cpu_capability", "cpu_settings")
 VERSIONS = ("torch", "gpu", "cuda", "cudnn", "nccl", "driver", "attention", *PROCESSOR)
 PER_MACHINE = ("driver", *PROCESSOR)  # versions that may differ between ranks
 RANKS_EVERY = 100  # steps between two "ranks" events in the log
+LAUNCH = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # environment variables
+SLOW_S = 10.0  # after this long, a process that waits for others says so
+JOIN_S = 600.0  # how long the processes of a launch may take to find each other
 
 
 # ---- device and group ----------------------------------------------------------------------------
@@ -129,10 +136,7 @@ def compute_init(
         from torch import _dynamo as _dynamo
 
         timeout = timedelta(seconds=timeout_s)
-        store, _, _ = next(dist.rendezvous("env://", rank, world_size, timeout=timeout))
-        store.set_timeout(timeout)
-        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-            store = dist.PrefixStore(find_each_other(store, rank, world_size), store)
+        store = open_group_store(rank, world_size, timeout)
         dist.init_process_group(
             "nccl" if on_cuda else "gloo",
             store=store,
@@ -144,39 +148,142 @@ def compute_init(
     return distributed, rank, local_rank, world_size, device
 
 
-def find_each_other(store: dist.Store, rank: int, world_size: int) -> str:
-    """A name for the group of processes that run now, on all of them. Collective.
+class Patience:
+    """How long this process waits for the others of its launch.
 
-    Stop if a stop is requested.
+    After SLOW_S, a line says for which ranks, and again when others are missing; after JOIN_S, an
+    error ends the wait.
+    """
+
+    def __init__(self, world_size: int) -> None:
+        self._world_size = world_size
+        began = time.monotonic()
+        self._tell_at = began + SLOW_S
+        self._told: Sequence[int] = ()
+        self._end = began + JOIN_S
+
+    def check(self, missing: Sequence[int]) -> None:
+        """Called many times a second while this process waits.
+
+        `missing`: the ranks that have not come; none if another rank says which. Stop if a stop is
+        requested.
+        """
+        check_stop()
+        now = time.monotonic()
+        if now > self._end:
+            raise ValueError(
+                f"{self._who(missing)} did not come within {JOIN_S:,.0f} s ({_environment()}); start all "
+                f"processes of this launch, or unset RANK for a single one"
+            )
+        if missing and missing != self._told and now > self._tell_at:
+            self._tell_at = now + SLOW_S
+            self._told = missing
+            log.warning(
+                "waiting for %s (%s); unset RANK to start a single process",
+                self._who(missing),
+                _environment(),
+            )
+
+    def _who(self, missing: Sequence[int]) -> str:
+        """The missing ranks in words."""
+        if not missing:
+            return f"some of {self._world_size} ranks"
+        listed = ", ".join(str(rank) for rank in missing[:8])
+        more = len(missing) - 8
+        if more > 0:
+            listed += f" and {more} more"
+        noun = "rank" if len(missing) == 1 else "ranks"
+        return f"{noun} {listed} of {self._world_size}"
+
+
+def _environment() -> str:
+    """The variables from which a process knows the others of its launch."""
+    return " ".join(f"{name}={os.environ.get(name, '')}" for name in LAUNCH)
+
+
+def open_group_store(rank: int, world_size: int, timeout: timedelta) -> dist.Store:
+    """Collective. The store of the group of processes that run now, once all of them are there.
+
+    torchrun hosts it, otherwise rank 0. ValueError if the processes do not find each other; Stop if
+    a stop is requested.
+    """
+    host = os.environ.get("MASTER_ADDR", "")
+    port = os.environ.get("MASTER_PORT", "")
+    is_port = re.fullmatch(r"\d{1,5}", port, re.ASCII) is not None and int(port) < 2**16
+    if not host or not is_port:
+        raise ValueError(
+            f"{_environment()}: not the environment of one of several processes; start them with "
+            f"torchrun, or unset RANK for a single one"
+        )
+    by_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+    def connect(is_host: bool) -> dist.Store:
+        """Host the store, or wait until its host is there."""
+        return dist.TCPStore(
+            host,
+            int(port),
+            world_size,
+            is_master=is_host,
+            timeout=timeout,
+            wait_for_workers=False,
+            multi_tenant=True,
+            use_libuv=os.environ.get("USE_LIBUV", "1") == "1",
+        )
+
+    patience = Patience(world_size)
+    try:
+        # in a thread: Python calls no handler of a signal while PyTorch waits
+        is_host = rank == 0 and not by_torchrun
+        store = next(each(connect, [is_host], poll=lambda: patience.check([0])))
+        name = find_each_other(store, rank, world_size, patience)
+    except dist.DistError as e:
+        check_stop()  # if all ranks are asked to stop, the host may be the first to go
+        reason = str(e).partition("\n")[0]
+        raise ValueError(
+            f"the processes of this launch cannot meet: {reason} ({_environment()}); start all of "
+            f"them again, with another MASTER_PORT if this one is in use"
+        ) from e
+    return dist.PrefixStore(name, store)
+
+
+def find_each_other(store: dist.Store, rank: int, world_size: int, patience: Patience) -> str:
+    """A name for the group of processes that run now, on all of them. Collective.
 
     torchrun keeps one store for all its attempts (--max-restarts), so a new attempt would find the
     addresses of dead processes in it, and wait for them. Its count of restarts is no name: every
     node has its own. So each process leaves a random id; rank 0 lists the newest ids, until every
-    process has found itself in the list and has said so.
+    process has found itself in the list and has said so. Then it tells all of them: from here on,
+    they wait for each other in calls that no signal ends.
     """
     ours = uuid.uuid4().hex
     store.set(f"process/{rank}", ours)
     others = range(1, world_size)
     listed = ""
     while True:
-        check_stop()
         if rank == 0:
             # list the newest ids
-            known = [f"process/{r}" for r in others if store.check([f"process/{r}"])]
-            ids = [store.get(key).decode() for key in known]
+            known = [r for r in others if store.check([f"process/{r}"])]
+            ids = [store.get(f"process/{r}").decode() for r in known]
             newest = ",".join([ours, *ids])
             if newest != listed:
                 listed = newest
                 store.set("processes", listed)
             # until every process has found its own
-            is_complete = len(ids) == len(others)
-            if is_complete and store.check([f"{ours}/{theirs}" for theirs in ids]):
+            here = [r for r, theirs in zip(known, ids) if store.check([f"{ours}/{theirs}"])]
+            missing = sorted({*others} - {*here})
+            if not missing:
+                store.set(f"{ours}/complete", "")
                 return ours
-        elif store.check(["processes"]):
-            name, *ids = store.get("processes").decode().split(",")
-            if ours in ids:
-                store.set(f"{name}/{ours}", "")
-                return name
+        else:
+            missing = [0]
+            if store.check(["processes"]):
+                name, *ids = store.get("processes").decode().split(",")
+                if ours in ids:
+                    missing = []
+                    store.set(f"{name}/{ours}", "")
+                    if store.check([f"{name}/complete"]):
+                        return name
+        patience.check(missing)
         time.sleep(0.02)
 
 

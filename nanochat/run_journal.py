@@ -15,7 +15,9 @@ write a class with the methods of `Sink` that it needs, and add it to `sinks.SIN
 import contextlib
 import functools
 import logging
+import signal
 import subprocess
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -23,6 +25,7 @@ from typing import Any
 
 from tqdm import tqdm
 
+from nanochat.cli import leave_soon
 from nanochat.common import Bits, duration, open_door, print0, show
 from nanochat.dist import versions
 from nanochat.run_dir import RowLosses, TrainLog
@@ -153,9 +156,40 @@ class Terminal(Sink):
         self.bar.close()
 
 
+class NoAnswer(BaseException):
+    """A block has taken too long. Not an Exception, which the block might take for one of its own."""
+
+
+@contextlib.contextmanager
+def limited(seconds: float) -> Iterator[None]:
+    """Raise NoAnswer in the block once it takes longer than this, and again as often.
+
+    It interrupts the main thread, in whatever Python waits for: a lock, a socket, another thread.
+    In other threads, there is no limit. Rejected: the block in a thread of its own, because
+    PyTorch's profiler records the thread that starts it.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    is_inside = True
+
+    def ring(number: int, frame: object) -> None:
+        if is_inside:
+            raise NoAnswer
+
+    previous = signal.signal(signal.SIGALRM, ring)
+    signal.setitimer(signal.ITIMER_REAL, seconds, seconds)
+    try:
+        yield
+    finally:
+        is_inside = False
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, previous or signal.SIG_DFL)
+
+
 class Optional(Sink):
-    """A sink behind the door. If it fails, the run continues without it, with one warning: the log
-    has all values. `wandb_id`: of the wandb run, None for other sinks."""
+    """A sink behind the door. If it fails or hangs, the run continues without it, with one warning:
+    the log has all values. `wandb_id`: of the wandb run, None for other sinks."""
 
     def __init__(self, name: str, entry: str, run: Run) -> None:
         self.name = name
@@ -167,9 +201,15 @@ class Optional(Sink):
 
     @contextlib.contextmanager
     def _guard(self) -> Iterator[None]:
-        """Drop the sink with a warning if the block fails."""
+        """Drop the sink with a warning if the block fails or hangs."""
+        answer_s = self.sink.answer_s
         try:
-            yield
+            with limited(answer_s):
+                yield
+        except NoAnswer:
+            log.warning("%s has hung for %.0f s; continuing without it", self.name, answer_s)
+            self.sink = Sink()
+            leave_soon()  # its threads and atexit functions may hang, too
         except Exception as e:  # it must not end a run
             log.warning("%s failed (%s); continuing without it", self.name, e)
             self.sink = Sink()

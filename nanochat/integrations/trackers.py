@@ -131,6 +131,8 @@ class Profile(Sink):
     """Profiles steps `first` to `last - 1` into RUN/profile/steps-FIRST-LAST.json.gz. A launch that
     starts between them profiles the remaining ones."""
 
+    answer_s = 600.0  # a profile of many steps is large
+
     def __init__(self, run: Run) -> None:
         assert run.settings.profiled is not None
         self._first, self._last = run.settings.profiled

@@ -5,6 +5,7 @@ import importlib
 import json
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -39,7 +40,7 @@ from nanochat.dist import (
     write_memory,
 )
 from nanochat.evaluations import log_ranks
-from scripts import base_train
+from scripts import base_train, sample
 from tests import training
 from tests.training import as_bytes
 
@@ -199,6 +200,115 @@ def test_a_bug_is_printed_alone_with_its_traceback(tmp_path, how, bad):
     assert codes == [1, 1] and not list(tmp_path.glob("value-*"))
     text = group.outputs[bad].read_text()
     assert group.text() == text and "KeyError: 'a bug'" in text and "in bug_on" in text
+
+
+# ---- processes that find each other --------------------------------------------------------------
+
+
+def say_it_soon():
+    """A hook."""
+    dist_module.SLOW_S = 0.0
+
+
+def give_up_soon():
+    """A hook."""
+    dist_module.JOIN_S = 0.0
+
+
+def free_port():
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+def some_of(world_size, ranks, main, argv, hook=say_it_soon, port=None):
+    """Start only these ranks of a launch that torchrun does not start."""
+    common = {"WORLD_SIZE": str(world_size), "MASTER_ADDR": "localhost", "LOCAL_RANK": "0"}
+    common["MASTER_PORT"] = str(port or free_port())
+    groups = {}
+    for rank in ranks:
+        env = {**common, "RANK": str(rank)}
+        groups[rank] = training.launch(main, [argv], [env], hook)
+    return groups
+
+
+@pytest.mark.parametrize(
+    ("ranks", "waits", "for_whom"),
+    [((0,), 0, "ranks 1, 2 of 3"), ((1,), 1, "rank 0 of 3"), ((0, 1), 0, "rank 2 of 3")],
+)
+def test_sigterm_ends_a_training_that_waits_for_ranks_which_it_has_named(ranks, waits, for_whom):
+    """Regression: with variables left over from another launch, nothing was printed, and nothing
+    but SIGKILL ended the process."""
+    groups = some_of(3, ranks, base_train.main, training.flags())
+    named = f"waiting for {for_whom} (RANK={waits} WORLD_SIZE=3 MASTER_ADDR=localhost MASTER_PORT="
+    try:
+        training.wait_for(lambda: named in groups[waits].text())
+        # the other ranks first: the store is gone with rank 0
+        for rank in reversed(ranks):
+            os.kill(groups[rank].processes[0].pid, signal.SIGTERM)
+            assert groups[rank].wait() == [0]
+            assert "stopped: SIGTERM" in groups[rank].text()
+    finally:
+        for group in groups.values():
+            group.kill()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_ctrl_c_ends_a_command_that_waits_for_ranks_which_it_has_named(rank):
+    [group] = some_of(2, [rank], sample.main, ["--device-type=cpu"]).values()
+    try:
+        training.wait_for(lambda: f"waiting for rank {1 - rank} of 2" in group.text())
+        os.kill(group.processes[0].pid, signal.SIGINT)
+        assert group.wait() == [130]
+    finally:
+        group.kill()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_process_does_not_wait_for_ever_for_another_rank(rank):
+    [group] = some_of(2, [rank], sample.main, ["--device-type=cpu"], hook=give_up_soon).values()
+    assert group.wait() == [1]
+    [line] = group.text().splitlines()
+    assert line.startswith(f"error: rank {1 - rank} of 2 did not come within ")
+    assert f"RANK={rank} WORLD_SIZE=2 " in line and line.endswith("unset RANK for a single one")
+
+
+def own_rank(rank):
+    return rank
+
+
+def test_rank_0_may_come_after_the_others_have_begun_to_wait_for_it(tmp_path):
+    job = partial(rank_main, own_rank, tmp_path)
+    port = free_port()
+    [first] = some_of(2, [1], job, [], port=port).values()
+    training.wait_for(lambda: "waiting for rank 0 of 2" in first.text())
+    [second] = some_of(2, [0], job, [], port=port).values()
+    assert first.wait() == second.wait() == [0], first.text() + second.text()
+
+
+def test_a_port_that_another_program_uses_is_one_sentence():
+    """Regression: a traceback."""
+    with socket.socket() as s:
+        s.bind(("", 0))
+        s.listen()
+        port = s.getsockname()[1]
+        [group] = some_of(2, [0], sample.main, ["--device-type=cpu"], port=port).values()
+        assert group.wait() == [1]
+    [line] = group.text().splitlines()
+    assert line.startswith("error: ") and "in use" in line and f"MASTER_PORT={port})" in line
+
+
+@pytest.mark.parametrize(
+    "changed", [{"MASTER_ADDR": ""}, {"MASTER_PORT": "x"}, {"MASTER_PORT": "99999"}]
+)
+def test_an_address_that_cannot_be_is_one_sentence(changed, monkeypatch):
+    env = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}
+    env |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
+    for name, value in (env | changed).items():
+        monkeypatch.setenv(name, value)
+    [(name, value)] = changed.items()
+    with pytest.raises(ValueError, match=rf"{name}={value}[ :].* unset RANK"):
+        compute_init("cpu")
 
 
 # ---- the device ----------------------------------------------------------------------------------

@@ -4,11 +4,14 @@ import gzip
 import importlib.util
 import io
 import json
+import os
 import re
+import subprocess
 import sys
 import types
 from functools import partial
 from importlib.machinery import ModuleSpec
+from pathlib import Path
 
 import pytest
 
@@ -143,6 +146,51 @@ def test_a_tracker_gets_the_values_of_the_log_and_its_failure_never_stops_the_ru
         assert name == "wandb" or all(
             type(value) in (int, float) for _, values in steps for value in values.values()
         )
+
+
+HANGING_WANDB = """
+import atexit, threading
+id = "id"
+def wait():
+    threading.Event().wait()
+def init(**settings):
+    atexit.register(wait)
+    threading.Thread(target=wait).start()
+    return __import__("wandb")
+def log(values):
+    if values["step"] == HANGS_AT:
+        wait()
+def finish():
+    wait()
+"""
+TRAIN = """
+from nanochat import cli, steps
+from scripts import base_train
+steps.Sink.answer_s = cli.LEAVE_S = 0.5
+cli.run_main(base_train.main)
+"""
+
+
+@pytest.mark.parametrize("hangs_at", [1, None])
+def test_a_tracker_that_hangs_keeps_no_run_from_its_end(plain, tmp_path, hangs_at):
+    """Regression: the process stayed for ever, and its state was "running"."""
+    (tmp_path / "wandb.py").write_text(f"HANGS_AT = {hangs_at}\n{HANGING_WANDB}")
+    tag = f"hangs-{hangs_at}"
+    root = str(Path(__file__).parents[2])
+    done = subprocess.run(
+        [sys.executable, "-c", TRAIN, *training.flags(model_tag=tag, run="curve", **SHORT)],
+        cwd=root,
+        env={**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{root}"},
+        capture_output=True,
+        text=True,
+        timeout=training.PATIENCE_S,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("wandb has hung for ") == 1
+    assert training.state(tag)["status"] == "completed"
+    assert (
+        losses(tag) == plain["losses"] and state_of(final(tag))["model"] == plain["state"]["model"]
+    )
 
 
 @pytest.mark.parametrize("name", ["tensorboard", "trackio"])

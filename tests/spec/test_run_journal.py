@@ -1,6 +1,8 @@
 """A journal tells each step and each event once to every sink; a sink behind the door may fail."""
 
 import logging
+import signal
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -93,6 +95,61 @@ def test_a_sink_behind_the_door_that_fails_is_dropped_with_one_warning(caplog):
     assert run.steps == [0, 1]
     [message] = caplog.messages
     assert "tracker" in message and "the service is gone" in message and "continuing" in message
+
+
+class Hanging(Sink):
+    """Hangs in one of its methods, and takes every error there for one of the network."""
+
+    def __init__(self, run):
+        self.run = run
+        self.reach("__init__")
+
+    def reach(self, method):
+        self.run.calls.append(method)
+        try:
+            if method == self.run.hangs_in:
+                threading.Event().wait()
+        except Exception:
+            threading.Event().wait()
+
+    def event(self, name, step, record):
+        self.reach("event")
+
+    def step(self, report):
+        self.reach("step")
+
+    def ending(self, reason):
+        self.reach("ending")
+
+    def end(self, status, reason):
+        self.reach("end")
+
+    def close(self):
+        self.reach("close")
+
+
+METHODS = ["__init__", "event", "step", "ending", "end", "close"]
+
+
+@pytest.mark.parametrize("hangs_in", METHODS)
+def test_a_sink_behind_the_door_that_hangs_is_dropped_with_one_warning(
+    hangs_in, caplog, monkeypatch
+):
+    """Regression: a tracker whose last call hung kept a completed run alive, and "running"."""
+    monkeypatch.setattr(Sink, "answer_s", 0.1)
+    run = SimpleNamespace(calls=[], hangs_in=hangs_in)
+    before = signal.getsignal(signal.SIGALRM)
+    sink = Optional("tracker", f"{__name__}:Hanging", run)
+    sink.event("val", 1, {})
+    sink.step(1)
+    sink.ending("SIGTERM")
+    sink.end("stopped", "SIGTERM")
+    sink.close()
+    assert run.calls == METHODS[: METHODS.index(hangs_in) + 1]
+    [message] = caplog.messages
+    assert "tracker" in message and "hung" in message and "continuing" in message
+    assert signal.getsignal(signal.SIGALRM) is before
+    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
 
 
 def test_a_sink_that_cannot_be_opened_is_dropped_with_one_warning(caplog):

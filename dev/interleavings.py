@@ -464,7 +464,7 @@ MISTAKES: dict[str, tuple[str, Any, str]] = {
 }
 
 
-def plant(mistake: str, *, at_most: int = 600, drawn: int = 600) -> str:
+def plant(mistake: str, *, at_most: int = 5000, drawn: int = 5000) -> str:
     """The first broken law with a planted mistake, "" if none was."""
     target, replacement, scenario = MISTAKES[mistake]
     try:

@@ -337,7 +337,7 @@ class Parser(argparse.ArgumentParser):
         if isinstance(value, bool) != is_switch:
             expected = "true or false" if is_switch else "text or a number"
             self.error(f"{name}: got {value!r}, expected {expected}")
-        if isinstance(value, int | float) and not is_switch and action.type is None:
+        if isinstance(value, int | float) and not is_switch and action.type in (None, Path):
             self.error(
                 f"{name}: got the number {value}, expected text; put it in quotes, or 1.10 is 1.1"
             )

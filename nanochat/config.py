@@ -26,6 +26,7 @@ night.
 
 import argparse
 import contextlib
+import itertools
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import Field, asdict, dataclass, fields, replace
 from functools import partial
@@ -51,7 +52,7 @@ from nanochat.files import DATASET_NAME, FORMATS, paths_in
 from nanochat.gpt import ASPECT_RATIO, HEAD_DIM, GPTConfig
 from nanochat.old_flags import OLD_FLAGS
 from nanochat.order import ORDERS, StreamSettings
-from nanochat.pins import DATA_MANIFEST, read_manifests
+from nanochat.pins import DATA_MANIFEST, Manifest, Manifests, read_manifests
 from nanochat.run_dir import (
     CONFIG_NAME,
     checkpoint_folders,
@@ -713,17 +714,30 @@ def flags_of_config(config: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     """`flags_of_run` of the config.json in a folder. They name the commits that the run pinned, where
     the run named a branch, which may have moved on."""
     flags = flags_of_run(config)
+    paths = {
+        name: paths_in(str(flags[name])) for name in ("data_path", "val_path") if flags.get(name)
+    }
+    if not any(map(is_remote, itertools.chain(*paths.values()))):
+        return flags
+    manifests = read_manifests(folder / DATA_MANIFEST)
     for split, name in (("train", "data_path"), ("val", "val_path")):
-        buckets = read_manifests(folder / DATA_MANIFEST).get(split, {})
-        roots = {str(manifest["root"]) for manifest in buckets.values()}
-        if flags.get(name) and any(map(is_remote, roots)):
-            paths = paths_in(str(flags[name]))
-            flags[name] = ",".join(_as_pinned(path, roots) for path in paths)
+        # of a data set that both splits read, where one of them was moved, the other names it
+        buckets = [*manifests.get(split, {}).values(), *_all_of(manifests)]
+        roots = [str(manifest["root"]) for manifest in buckets]
+        pinned = [_as_pinned(path, roots) for path in paths.get(name, ())]
+        if pinned != paths.get(name, []):
+            flags[name] = ",".join(pinned)
     return flags
 
 
-def _as_pinned(path: str, roots: Collection[str]) -> str:
-    """A path in the state that one of a run's pinned folders names; itself if none does."""
+def _all_of(manifests: Manifests) -> list[Manifest]:
+    """The manifests of both splits."""
+    return [manifest for buckets in manifests.values() for manifest in buckets.values()]
+
+
+def _as_pinned(path: str, roots: Sequence[str]) -> str:
+    """A path in the state that the first of a run's pinned folders of its data set names; itself if
+    none is."""
     named = as_path(path)
     if not isinstance(named, Remote):
         return path

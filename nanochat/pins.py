@@ -187,26 +187,28 @@ def compare_files(a: Manifests, b: Manifests) -> FileGaps:
     ] = {}  # {(split, content): names} of b, otherwise than in a
     for (split, name), content in sorted(second.items() - first.items()):
         new.setdefault((split, content), []).append(name)
-    gaps = FileGaps([], {}, [])
+    differ: dict[str, None] = {}  # with --val-fraction, a file is in both splits
+    renamed: dict[str, None] = {}
+    alone: dict[str, list[str]] = {}
 
     # what a has: in b it is the same file under another name, another file, or missing
     for (split, name), content in sorted(first.items() - second.items()):
         names = new.get((split, content))
         if names:
-            gaps.renamed.append(f"{name} is {names.pop(0)}")
+            renamed[f"{name} is {names.pop(0)}"] = None
         elif (split, name) in second:
-            gaps.differ.append(name)
+            differ[name] = None
         else:
-            gaps.alone.setdefault(f"{KINDS[split]} files that only a has", []).append(name)
+            alone.setdefault(f"{KINDS[split]} files that only a has", []).append(name)
 
     # what only b has, perhaps under the name of a file that it renamed
     for (kind, _), names in new.items():
         for name in names:
-            if (kind, name) not in first:
-                gaps.alone.setdefault(f"{KINDS[kind]} files that only b has", []).append(name)
-            elif name not in gaps.differ:
-                gaps.differ.append(name)
-    return gaps
+            if (kind, name) in first:
+                differ[name] = None
+            else:
+                alone.setdefault(f"{KINDS[kind]} files that only b has", []).append(name)
+    return FileGaps([*differ], alone, [*renamed])
 
 
 def _contents_of_all(manifests: Manifests) -> dict[tuple[str, str], tuple[int, str]]:

@@ -474,7 +474,8 @@ def _users(base: Path) -> tuple[defaultdict[str, list[str]], list[str]]:
     because their manifest cannot be read)."""
     users = defaultdict[str, list[str]](list)
     unknown = []
-    for run_dir in sorted((get_base_dir() / "runs").glob("*")):
+    root = get_base_dir() / "runs"
+    for run_dir in sorted(root.iterdir()) if root.is_dir() else []:
         try:
             manifests = read_manifests(run_dir / DATA_MANIFEST)
         except (OSError, ValueError):  # it is corrupt, or another user's

@@ -761,11 +761,11 @@ class RunReader:
         try:
             state = read_state(self.run_dir)
             alive = state and liveness(self.run_dir, state)
+            steps = self._checkpoints()
         except (PermissionError, ValueError) as e:
             return status | {"shown": "unreadable", "reason": str(e)}
         if state is None:
             return status
-        steps = self._checkpoints()
         saved_step = max(steps.values(), default=None)
         reached = state["step"] if alive == "alive" else None
         status |= state | {

@@ -393,8 +393,8 @@ def read_footer(path: AnyPath, field: str = TEXT_FIELD) -> Footer:
         text_bytes += column.total_uncompressed_size
     recorded = metadata.metadata or {}
     origin = None
-    if ORIGIN in recorded:
-        text_bytes = int(recorded[TEXT_BYTES])
+    if recorded.keys() >= {ORIGIN, TEXT_BYTES}:  # one alone is another program's
+        text_bytes = parse_json(recorded[TEXT_BYTES], f"{path}: {TEXT_BYTES.decode()}", int)
         shape = {"size": int, "hash": str}
         origin = Origin(**parse_json(recorded[ORIGIN], f"{path}: {ORIGIN.decode()}", shape))
     raw = path.footer() if isinstance(path, Remote) else None

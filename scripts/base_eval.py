@@ -64,7 +64,6 @@ from nanochat.run_order import stream_config
 from nanochat.run_reader import (
     EVAL_NAME,
     TRAIN_SAMPLE,
-    RunReader,
     older_evaluation,
     unseen_note,
 )
@@ -172,24 +171,23 @@ class Opened(NamedTuple):
 
 
 def open_text(
-    settings: Settings,
-    val_path: str,
-    text_field: str | None,
-    tokenizer: Tokenizer,
-    trained: Mapping[str, Manifest],
+    settings: Settings, args: argparse.Namespace, run_dir: Path, tokenizer: Tokenizer
 ) -> Opened:
-    """Collective. A run without its data: the text at `val_path` is for validation, with a warning if it
-    is in files that the run has `trained` on, and there is none for training. ValueError or
-    FileNotFoundError if it holds none."""
+    """Collective. A run without its data: the text at --val-path is for validation, with a warning if
+    it is known to be in files that the run has trained on, and there is none for training. ValueError
+    or FileNotFoundError if it holds none."""
     begin_launch(settings.data_cache)
+    val_path = args.val_path
     data_format = settings.data_format
     if data_format != "text" and not has_files(val_path, data_format):
         data_format = "text"
-    selection = Selection(text_field=text_field or settings.text_field)
+    selection = Selection(text_field=args.text_field or settings.text_field)
 
     def pin() -> dict[str, Manifest]:
         val = pin_validation(val_path, data_format, selection)
-        warn_of_trained_copies({"train": trained, "val": val})
+        with contextlib.suppress(OSError, ValueError):  # the run's own manifest may be damaged
+            trained = read_manifests(run_dir / DATA_MANIFEST)
+            warn_of_trained_copies({"train": trained.get("train", {}), "val": val})
         return val
 
     val = on_rank0(pin)
@@ -465,8 +463,7 @@ def evaluate(
             opened = Opened(*open_run(run_dir, args.data_path, step=last_step))
         else:
             settings = Settings.from_json(config_at(run_dir, last_step), run_dir / CONFIG_NAME)
-            trained = RunReader(run_dir).manifests.get("train", {})
-            opened = open_text(settings, args.val_path, args.text_field, tokenizer, trained)
+            opened = open_text(settings, args, run_dir, tokenizer)
             result["data"] = args.val_path
         if "bpb" in args.eval:
             result |= bits_per_byte(args, model, run_dir, opened)

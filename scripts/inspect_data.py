@@ -66,7 +66,7 @@ LINES = 40  # documents that the table of a step shows
 LEGEND = f"""\
 lane_row: the row's number in its lane; {{loss}}at: position in the row; tokens: how many are in the row
 off: how many of them have no loss: the first ones after BOS, which an earlier row holds, too, or masked ones
-(--text --row=N shows them as [no loss: ...]); group: part of the file; document, document_in_group: number among those
+(with --row, --text shows them as [no loss: ...]); group: part of the file; document, document_in_group: number among those
 of the file and group that the run trains on, which are fewer with --val-fraction or --min-chars; line: in your own file
 epoch: {EPOCH}
 start, stop: its tokens from start to before stop; of: all it has; numbers count from 0"""
@@ -199,7 +199,7 @@ def text_lines(
     live = np.ones(len(ids), np.uint8)
     if row.live is not None:
         live = row.live[place["at"] : place["at"] + place["tokens"]]
-    if not whole and not live[:2].all():
+    if not whole and len(ids) > 1 and not live[:2].all():
         begin = 1 + int(np.argmax(live[1:]))  # the first token after BOS that has a loss
         ids, live = ids[begin:], live[begin:]
     changes = np.flatnonzero(np.diff(live)) + 1

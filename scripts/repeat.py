@@ -556,6 +556,17 @@ def first_run_of(base: Mapping[str, Any], settings: Settings) -> RunReader | Non
     return first
 
 
+def check_no_fork(flags: Sequence[str]) -> None:
+    """ValueError for flags that would fork a run, also if a file of flags names it."""
+    # a fork needs a name of its own, which each run gets later
+    settings = settings_of([*flags, "--model-tag=repeat"])
+    if settings.fork_from is not None:
+        raise ValueError(
+            f"--fork-from={settings.fork_from}: a fork keeps the seeds of its parent, so there is nothing to repeat; "
+            f"leave it out, or start with its weights by --init-from"
+        )
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Train, compare and print. ValueError and OSError for bad input and failed runs."""
     args, flags = parse_args(argv)
@@ -567,11 +578,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise ValueError(
                 f"{word}: this script sets the flag for each run; use --name and --vary instead"
             )
-        if name == "--fork-from":
-            raise ValueError(
-                f"{word}: a fork keeps the seeds of its parent, so there is nothing to repeat; leave it out, or start "
-                f"with its weights by --init-from"
-            )
+    check_no_fork(flags)
 
     # with --against, the seeds are those of the base
     base = None

@@ -25,6 +25,7 @@ thread that needs it, and a range that is being fetched is fetched once.
 """
 
 import contextlib
+import errno
 import fcntl
 import functools
 import heapq
@@ -176,7 +177,8 @@ class RangeCache:
             with contextlib.suppress(OSError):
                 temporary.unlink()
             self._warn(e)
-            self._trim()  # what fills the disk may be a checkpoint's
+            if e.errno == errno.ENOSPC:
+                self._trim()  # for checkpoints, too
             return
         with self._lock:
             self._added += len(data)

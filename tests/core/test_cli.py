@@ -266,14 +266,16 @@ def test_a_number_for_a_text_is_refused_because_it_is_not_what_was_written(
 ):
     """Regression: the run 1.1 was trained, or resumed, for model-tag: 1.10."""
     path = tmp_path / "flags.yaml"
-    for text in (number, f"'{number}'", f"[a, {number}]"):
-        path.write_text(f"text: {text}\n")
-        if text != number:
-            parser().parse_args([f"--config={path}"])
-            continue
+    p = parser()
+    p.add_argument("--folder", type=Path)
+    for name in ("text", "folder"):
+        path.write_text(f"{name}: {number}\n")
         with pytest.raises(SystemExit, match="2"):
-            parser().parse_args([f"--config={path}"])
-        assert "--text: got the number" in capsys.readouterr().err
+            p.parse_args([f"--config={path}"])
+        assert f"--{name}: got the number" in capsys.readouterr().err
+    for text in (f"'{number}'", f"[a, {number}]"):
+        path.write_text(f"text: {text}\n")
+        p.parse_args([f"--config={path}"])
 
 
 def test_a_closed_stderr_takes_what_is_printed_there():

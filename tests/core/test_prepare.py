@@ -454,6 +454,16 @@ def test_no_text_is_deleted_that_a_run_whose_manifest_cannot_be_read_may_read(
     assert folders(base_dir) == []
 
 
+def test_no_text_is_deleted_if_the_folder_of_all_runs_may_not_be_read(data, base_dir):
+    """Regression: it counted as an empty one."""
+    scan(data)
+    before = folders(base_dir)
+    (base_dir / "runs").mkdir(exist_ok=True)
+    with private(base_dir / "runs"), pytest.raises(PermissionError):
+        prepare.main(["--remove"])
+    assert folders(base_dir) == before != []
+
+
 def test_a_folder_that_is_linked_names_the_files_of_its_own(data, base_dir, capsys):
     """Regression: after a move, the files that the first folder was made from."""
     scan(data)

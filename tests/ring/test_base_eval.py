@@ -221,6 +221,18 @@ def test_a_text_that_the_run_has_trained_on_is_named(run, tmp_path, caplog):
     assert f"mine.parquet has the contents of {name}, which is trained on" in caplog.text
 
 
+def test_a_text_of_ones_own_is_evaluated_although_the_runs_manifest_is_damaged(run, tmp_path):
+    manifest = run / "data_manifest.json"
+    whole = manifest.read_bytes()
+    (tmp_path / "note.jsonl").write_text(json.dumps({"text": "of mice and men " * 100}) + "\n")
+    argv = ["run", *QUICK, "--eval=bpb", f"--val-path={tmp_path / 'note.jsonl'}"]
+    manifest.write_text("{")
+    try:
+        assert "note.jsonl" in command(base_eval.main, *argv).out
+    finally:
+        manifest.write_bytes(whole)
+
+
 def test_what_is_not_evaluated_again_stays_in_the_result(run, first_result):
     """Regression: --eval=sample deleted bits per byte and CORE from the report."""
     argv = ["run", *QUICK, "--eval-tokens=64"]

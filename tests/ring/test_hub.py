@@ -221,6 +221,26 @@ def test_the_config_of_a_run_names_the_commit_of_each_path(hub, made, tmp_path, 
     assert pinned[0] == pinned[1]
 
 
+def test_the_config_of_a_run_whose_training_data_was_moved_names_the_commit_of_the_other_split(
+    hub, made, tmp_path
+):
+    val = f"{SET}/data/shard_3.parquet"
+    train(val_path=val, num_iterations=2)
+    write_copy(made, tmp_path / "copy")
+    train(tmp_path / "copy", val_path=val, num_iterations=3)
+    flags = flags_of_config(read_config(run_dir()), run_dir())
+    assert flags["data_path"] == f"{SET}@{made.commit}"
+    assert flags["val_path"].startswith(f"{SET}@{made.commit}/")
+
+
+def test_the_config_of_a_run_on_local_data_needs_no_manifest(hub, made, tmp_path):
+    """Regression: a new run with these flags was refused if the manifest was damaged."""
+    train(write_copy(made, tmp_path / "copy"), num_iterations=1)
+    config = read_config(run_dir())
+    (run_dir() / "data_manifest.json").write_text("{")
+    assert flags_of_config(config, run_dir())["data_path"] == config["data_path"]
+
+
 def test_a_fork_reads_the_commit_of_its_parent_and_asks_the_hub_nothing(hub, made):
     train()
     hub.commit("own/set", newer(made.files))

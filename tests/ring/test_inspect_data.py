@@ -210,6 +210,8 @@ def test_the_text_shows_every_end_of_a_line_and_which_tokens_have_no_loss():
     assert lines == ["#[no loss: again]\\u000d", "new\\u000d"]
     shown = inspect_data.text_lines(tokenizer, row, {"at": 0, "tokens": 13}, whole=False)
     assert shown == ["\\u000d", "new\\u000d"], "regression: the line of a row was its overlap"
+    place = {"at": 1, "tokens": 1}  # masked
+    assert inspect_data.text_lines(tokenizer, row, place, whole=False) == ["[no loss: a]"]
     row.live = None
     assert inspect_data.text_lines(tokenizer, row, {"at": 13, "tokens": 5}) == ["#next"]
 

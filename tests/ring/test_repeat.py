@@ -222,10 +222,13 @@ def test_a_variant_may_name_other_training_data_but_no_other_validation_text(
     assert 0 < out.index(note) < out.index("mean difference")
 
 
-def test_a_fork_is_refused_before_anything_is_trained():
+def test_a_fork_is_refused_before_anything_is_trained(workplace):
     """Regression: "name it with --model-tag", which is refused, too."""
-    with pytest.raises(ValueError, match=r"--fork-from=a@8: .*--init-from"):
-        repeat.main(["--seeds=2", "--", "--depth=2", "--fork-from=a@8"])
+    training.succeed(num_iterations=2, save_every=1, model_tag="a")
+    (workplace / "fork.yaml").write_text("fork-from: a@1\n")
+    for flag in ("--fork-from=a@1", f"--config={workplace / 'fork.yaml'}"):
+        with pytest.raises(ValueError, match=r"--fork-from=a@1: .*--init-from"):
+            repeat.main(["--seeds=2", "--", flag])
 
 
 def test_what_follows_from_another_model_is_named(capsys):

@@ -111,7 +111,7 @@ def test_a_flag_of_another_order_is_an_error_that_names_the_order(capsys):
 def test_a_file_of_flags_equals_these_flags_and_the_command_line_takes_precedence(tmp_path):
     (tmp_path / "a.yaml").write_text(
         "depth: 4\nmatrix-lr: 1e-2\nno_deterministic: true\nblend_weights: [1, 2]\n"
-        "data-format: megatron\norder: megatron\nrun: null\npack: null\nmodel_tag: 7\n"
+        "data-format: megatron\norder: megatron\nrun: null\npack: null\nmodel_tag: '7'\n"
     )
     (tmp_path / "a.toml").write_text(
         'depth = 4\nmatrix_lr = 0.01\ndeterministic = false\nblend-weights = "1,2"\n'

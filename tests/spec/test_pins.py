@@ -115,5 +115,9 @@ def test_files_of_one_run_alone_are_not_said_to_differ():
         "training files that only b has": ["more"],
     }
     assert not any(compare_files(a, a))
+    divided = [("x", "1"), ("old", "3")]  # --val-fraction: each file is in both splits
+    others = [("x", "2"), ("new", "3")]
+    gaps = compare_files(run(divided, divided), run(others, others))
+    assert gaps == (["x"], {}, ["old is new"]), "regression: each was named twice"
     renamed_and_replaced = compare_files(run([("x", "1")]), run([("x", "2"), ("y", "1")]))
     assert renamed_and_replaced == (["x"], {}, ["x is y"])

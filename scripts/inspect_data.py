@@ -66,8 +66,8 @@ LINES = 40  # documents that the table of a step shows
 LEGEND = f"""\
 lane_row: the row's number in its lane; {{loss}}at: position in the row; tokens: how many are in the row
 off: how many of them have no loss: the first ones after BOS, which an earlier row holds, too, or masked ones
-(with --row, --text shows them as [no loss: ...]); group: part of the file; document, document_in_group: number among those
-of the file and group that the run trains on, which are fewer with --val-fraction or --min-chars; line: in your own file
+(with --row, --text shows them as [no loss: ...]); group: part of the file; document, document_in_group: number among
+those of the file and group that the run trains on, fewer with --val-fraction or --min-chars; line: in your own file
 epoch: {EPOCH}
 start, stop: its tokens from start to before stop; of: all it has; numbers count from 0"""
 PLACES = ("data_path", "val_path")  # the settings that a run may also get here

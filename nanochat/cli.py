@@ -654,10 +654,11 @@ def run_main(main: Callable[[], int | None]) -> None:
     except KeyboardInterrupt as e:
         _say(": ".join(["interrupted", *map(str, e.args)]))
         code = 130
-    if _leaves_soon:
-        last = threading.Timer(LEAVE_S, os._exit, [code])
-        last.daemon = True
-        last.start()
+    except BaseException as e:  # a bug, or an exit of its own
+        own_code = e.code if isinstance(e, SystemExit) else None
+        _limit_the_end(own_code if isinstance(own_code, int) else EXIT_FAILED)
+        raise
+    _limit_the_end(code)
     sys.exit(code)
 
 
@@ -666,6 +667,14 @@ def leave_soon() -> None:
     atexit functions) may take LEAVE_S at most. Call it if some part of the process hangs."""
     global _leaves_soon
     _leaves_soon = True
+
+
+def _limit_the_end(code: int) -> None:
+    """After `leave_soon`: end the process with this exit code, whatever still runs after LEAVE_S."""
+    if _leaves_soon:
+        last = threading.Timer(LEAVE_S, os._exit, [code])
+        last.daemon = True
+        last.start()
 
 
 def _say(text: str) -> None:

@@ -27,7 +27,7 @@ night.
 import argparse
 import contextlib
 import itertools
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import Field, asdict, dataclass, fields, replace
 from functools import partial
 from pathlib import Path
@@ -52,7 +52,7 @@ from nanochat.files import DATASET_NAME, FORMATS, paths_in
 from nanochat.gpt import ASPECT_RATIO, HEAD_DIM, GPTConfig
 from nanochat.old_flags import OLD_FLAGS
 from nanochat.order import ORDERS, StreamSettings
-from nanochat.pins import DATA_MANIFEST, Manifest, Manifests, read_manifests
+from nanochat.pins import DATA_MANIFEST, read_manifests
 from nanochat.run_dir import (
     CONFIG_NAME,
     checkpoint_folders,
@@ -73,6 +73,7 @@ from nanochat.tokenizer import TokenizerSettings
 MIRROR = "nanochat.mirror_fetch:mirrored_config"
 TARGETS = "decides which targets count in the loss"
 ORIGIN = "decides how the run begins"
+SPLITS = ("train", "val")
 # what a change does
 ROUNDING = "same data, but not the same bits: "
 
@@ -720,31 +721,28 @@ def flags_of_config(config: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     if not any(map(is_remote, itertools.chain(*paths.values()))):
         return flags
     manifests = read_manifests(folder / DATA_MANIFEST)
-    for split, name in (("train", "data_path"), ("val", "val_path")):
-        # of a data set that both splits read, where one of them was moved, the other names it
-        buckets = [*manifests.get(split, {}).values(), *_all_of(manifests)]
-        roots = [str(manifest["root"]) for manifest in buckets]
-        pinned = [_as_pinned(path, roots) for path in paths.get(name, ())]
+    roots = {split: [m["root"] for m in manifests.get(split, {}).values()] for split in SPLITS}
+    for split, name in zip(SPLITS, ("data_path", "val_path")):
+        pinned = []
+        for path in paths.get(name, []):
+            # where the data of a split were moved, the other split may name the commit
+            own = _as_pinned(path, roots[split])
+            pinned.append(
+                own if own != path else _as_pinned(path, itertools.chain(*roots.values()))
+            )
         if pinned != paths.get(name, []):
             flags[name] = ",".join(pinned)
     return flags
 
 
-def _all_of(manifests: Manifests) -> list[Manifest]:
-    """The manifests of both splits."""
-    return [manifest for buckets in manifests.values() for manifest in buckets.values()]
-
-
-def _as_pinned(path: str, roots: Sequence[str]) -> str:
-    """A path in the state that the first of a run's pinned folders of its data set names; itself if
-    none is."""
+def _as_pinned(path: str, roots: Iterable[str]) -> str:
+    """A path in the state that a run's pinned folders name; itself if none does, or if they name
+    several, as of two branches of a data set."""
     named = as_path(path)
     if not isinstance(named, Remote):
         return path
-    pinned = named
-    for root in roots:
-        pinned = pinned.as_pinned(root)
-    return path if pinned == named else str(pinned)
+    states = {str(named.as_pinned(root)) for root in roots} - {str(named)}
+    return states.pop() if len(states) == 1 else path
 
 
 def inherited_flags(given: Sequence[str]) -> dict[str, Any]:

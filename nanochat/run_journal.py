@@ -195,16 +195,16 @@ class Optional(Sink):
         self.name = name
         self.wandb_id: str | None = None
         self.sink: Sink = Sink()
-        with self._guard():
+        with self._guard(has_limit=False):  # it may ask the user, and wandb has a limit of its own
             self.sink = open_door(entry)(run)
             self.wandb_id = getattr(self.sink, "wandb_id", None)
 
     @contextlib.contextmanager
-    def _guard(self) -> Iterator[None]:
+    def _guard(self, *, has_limit: bool = True) -> Iterator[None]:
         """Drop the sink with a warning if the block fails or hangs."""
         answer_s = self.sink.answer_s
         try:
-            with limited(answer_s):
+            with limited(answer_s) if has_limit else contextlib.nullcontext():
                 yield
         except NoAnswer:
             log.warning("%s has hung for %.0f s; continuing without it", self.name, answer_s)

@@ -203,7 +203,8 @@ class StepReport:
 class Sink:
     """Receives the steps and events of a run. A sink has those of these methods that it needs.
 
-    answer_s: how long a call of an optional sink may take before the run continues without it.
+    answer_s: how long a call of an optional sink, once open, may take before the run continues without
+    it.
     """
 
     answer_s = 60.0

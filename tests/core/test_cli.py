@@ -330,6 +330,24 @@ def test_what_is_not_yaml_or_too_large_is_refused(tmp_path, text, words):
         read_yaml(tmp_path / "a.yaml")
 
 
+@pytest.mark.parametrize(
+    ("ending", "code"), [("return 3", 3), ("raise RuntimeError('a bug')", 1), ("sys.exit(2)", 2)]
+)
+def test_what_hangs_after_a_command_does_not_keep_it_from_its_end(ending, code):
+    """Regression: a bug after a tracker had hung left a process that never ended."""
+    result = run_python(f"""import sys, threading
+from nanochat import cli
+cli.LEAVE_S = 0.2
+
+def main():
+    cli.leave_soon()
+    threading.Thread(target=threading.Event().wait).start()
+    {ending}
+
+cli.run_main(main)""")
+    assert result.returncode == code and ("a bug" in result.stderr) == ("a bug" in ending)
+
+
 def test_ctrl_c_shows_no_traceback_while_a_command_imports_torch_and_interrupts_it_afterwards():
     """Python imports the package of `-m scripts.X` while sys.argv[0] is "-m"."""
     child = """import os, signal, sys

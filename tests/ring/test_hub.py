@@ -15,6 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from nanochat import config
 from nanochat.common import Stop, as_path, begin_launch, read_json, stops_if
 from nanochat.config import flags_of_config
 from nanochat.files import data_at, list_files
@@ -233,12 +234,19 @@ def test_the_config_of_a_run_whose_training_data_was_moved_names_the_commit_of_t
     assert flags["val_path"].startswith(f"{SET}@{made.commit}/")
 
 
+def test_two_branches_of_a_data_set_are_not_taken_for_one():
+    """Regression: both got the commit of the first."""
+    commits = [f"{SET}@{digit * 40}" for digit in "ab"]
+    assert config._as_pinned(f"{SET}@dev/data", commits) == f"{SET}@dev/data"
+    assert config._as_pinned(f"{SET}@dev/data", commits[:1]) == f"{commits[0]}/data"
+
+
 def test_the_config_of_a_run_on_local_data_needs_no_manifest(hub, made, tmp_path):
     """Regression: a new run with these flags was refused if the manifest was damaged."""
     train(write_copy(made, tmp_path / "copy"), num_iterations=1)
-    config = read_config(run_dir())
+    of_run = read_config(run_dir())
     (run_dir() / "data_manifest.json").write_text("{")
-    assert flags_of_config(config, run_dir())["data_path"] == config["data_path"]
+    assert flags_of_config(of_run, run_dir())["data_path"] == of_run["data_path"]
 
 
 def test_a_fork_reads_the_commit_of_its_parent_and_asks_the_hub_nothing(hub, made):

@@ -3,6 +3,7 @@
 import logging
 import signal
 import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -131,7 +132,20 @@ class Hanging(Sink):
 METHODS = ["__init__", "event", "step", "ending", "end", "close"]
 
 
-@pytest.mark.parametrize("hangs_in", METHODS)
+class SlowToOpen(Sink):
+    """It may ask the user for a key first."""
+
+    def __init__(self, run):
+        time.sleep(0.3)
+
+
+def test_a_sink_behind_the_door_may_take_long_to_open(monkeypatch):
+    monkeypatch.setattr(Sink, "answer_s", 0.1)
+    sink = Optional("tracker", f"{__name__}:SlowToOpen", SimpleNamespace())
+    assert isinstance(sink.sink, SlowToOpen)
+
+
+@pytest.mark.parametrize("hangs_in", METHODS[1:])
 def test_a_sink_behind_the_door_that_hangs_is_dropped_with_one_warning(
     hangs_in, caplog, monkeypatch
 ):

@@ -253,24 +253,6 @@ def test_sigterm_ends_a_training_that_waits_for_ranks_which_it_has_named(ranks, 
             group.kill()
 
 
-def test_a_rank_that_has_left_the_wait_is_waited_for_again():
-    """Regression: it still counted, so that the others went into a call which no signal ends."""
-    groups = some_of(3, (0, 1), base_train.main, training.flags())
-    try:
-        training.wait_for(lambda: "waiting for rank 2 of 3" in groups[0].text())
-        os.kill(groups[1].processes[0].pid, signal.SIGTERM)
-        assert groups[1].wait() == [0]
-        named = "waiting for ranks 1, 2 of 3"
-        training.wait_for(
-            lambda: groups[0].text().rfind(named) > groups[0].text().find("rank 2 of")
-        )
-        os.kill(groups[0].processes[0].pid, signal.SIGTERM)
-        assert groups[0].wait() == [0]
-    finally:
-        for group in groups.values():
-            group.kill()
-
-
 @pytest.mark.parametrize("rank", [0, 1])
 def test_ctrl_c_ends_a_command_that_waits_for_ranks_which_it_has_named(rank):
     [group] = some_of(2, [rank], sample.main, ["--device-type=cpu"]).values()

@@ -260,10 +260,17 @@ def find_each_other(store: dist.Store, rank: int, world_size: int, patience: Pat
     try:
         return _agree_on_name(store, rank, world_size, ours, patience)
     except BaseException:
-        # the others must not count a process that leaves
+        # The others must not count a process that leaves. Its key stays, because whoever is about to
+        # read a key that is gone waits for it.
         with contextlib.suppress(dist.DistError):
-            store.delete_key(f"process/{rank}")
+            store.compare_set(f"process/{rank}", ours, "")
         raise
+
+
+def _id_of(store: dist.Store, rank: int) -> str:
+    """The id that a rank has left in the store; "" if it has not come, or has left."""
+    key = f"process/{rank}"
+    return store.get(key).decode() if store.check([key]) else ""
 
 
 def _agree_on_name(
@@ -275,15 +282,17 @@ def _agree_on_name(
     while True:
         if rank == 0:
             # list the newest ids
-            known = [r for r in others if store.check([f"process/{r}"])]
-            ids = [store.get(f"process/{r}").decode() for r in known]
-            newest = ",".join([ours, *ids])
+            ids = [_id_of(store, r) for r in others]
+            newest = ",".join([ours, *filter(None, ids)])
             if newest != listed:
                 listed = newest
                 store.set("processes", listed)
             # until every process has found its own
-            here = [r for r, theirs in zip(known, ids) if store.check([f"{ours}/{theirs}"])]
-            missing = sorted({*others} - {*here})
+            missing = [
+                r
+                for r, theirs in zip(others, ids)
+                if not theirs or not store.check([f"{ours}/{theirs}"])
+            ]
             if not missing:
                 store.set(f"{ours}/complete", "")
                 return ours

@@ -1,6 +1,7 @@
 """Values and errors of ranks reach all of them, and one error is printed; devices, versions, and
 each rank's GPU. Real gloo processes."""
 
+import contextlib
 import importlib
 import json
 import os
@@ -9,9 +10,12 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import types
 from contextlib import nullcontext
+from datetime import timedelta
 from functools import partial
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -28,6 +32,7 @@ from nanochat.dist import (
     compute_init,
     cpu_name,
     driver_version,
+    find_each_other,
     gather_all,
     gather_results,
     nvml_works,
@@ -251,6 +256,62 @@ def test_sigterm_ends_a_training_that_waits_for_ranks_which_it_has_named(ranks, 
     finally:
         for group in groups.values():
             group.kill()
+
+
+def test_a_rank_that_has_left_the_wait_is_waited_for_again():
+    """Regression: it still counted, so that the others went into a call which no signal ends; and
+    later rank 0 sometimes read its id just after it was deleted, and waited for that."""
+    groups = some_of(3, (0, 1), base_train.main, training.flags())
+
+    def last_line():
+        return groups[0].text().rpartition("waiting for ")[2]
+
+    try:
+        training.wait_for(lambda: last_line().startswith("rank 2 of 3"))
+        os.kill(groups[1].processes[0].pid, signal.SIGTERM)
+        assert groups[1].wait() == [0]
+        training.wait_for(lambda: last_line().startswith("ranks 1, 2 of 3"))
+        os.kill(groups[0].processes[0].pid, signal.SIGTERM)
+        assert groups[0].wait() == [0]
+    finally:
+        for group in groups.values():
+            group.kill()
+
+
+def test_rank_0_does_not_wait_for_an_id_that_is_taken_back_while_it_reads_it():
+    """Regression: it did, in a call that no signal ends, on a busy machine now and then."""
+    store = dist.HashStore()
+    store.set_timeout(timedelta(seconds=1))
+    leaves, has_left = threading.Event(), threading.Event()
+
+    def leave_if_asked(missing):
+        if leaves.is_set():
+            raise Stop("rank 1 leaves")
+
+    def end_once_both_are_missing(missing):
+        if missing == [1, 2] and has_left.is_set():
+            raise Stop("the case")
+
+    def look(keys):
+        found = store.check(keys)
+        if keys == ["process/1"] and found:  # rank 1 leaves before rank 0 reads what it has seen
+            leaves.set()
+            assert has_left.wait(training.PATIENCE_S)
+        return found
+
+    def rank_1():
+        with contextlib.suppress(Stop):
+            find_each_other(store, 1, 3, SimpleNamespace(check=leave_if_asked))
+        has_left.set()
+
+    seen_by_0 = SimpleNamespace(
+        set=store.set, get=store.get, check=look, compare_set=store.compare_set
+    )
+    other = threading.Thread(target=rank_1)
+    other.start()
+    with pytest.raises(Stop, match="the case"):
+        find_each_other(seen_by_0, 0, 3, SimpleNamespace(check=end_once_both_are_missing))
+    other.join()
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -27,6 +27,7 @@ night.
 import argparse
 import contextlib
 import itertools
+import logging
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import Field, asdict, dataclass, fields, replace
 from functools import partial
@@ -42,6 +43,7 @@ from nanochat.common import (
     Remote,
     as_path,
     check_shape,
+    few,
     get_dist_info,
     is_remote,
     open_door,
@@ -68,6 +70,8 @@ from nanochat.schedule import HORIZON, HorizonSettings, ScheduleSettings
 from nanochat.sinks import SinkSettings
 from nanochat.text import Selection, TextSettings
 from nanochat.tokenizer import TokenizerSettings
+
+log = logging.getLogger(__name__)
 
 # the door to a run's settings in its mirror
 MIRROR = "nanochat.mirror_fetch:mirrored_config"
@@ -721,28 +725,43 @@ def flags_of_config(config: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     if not any(map(is_remote, itertools.chain(*paths.values()))):
         return flags
     manifests = read_manifests(folder / DATA_MANIFEST)
-    roots = {split: [m["root"] for m in manifests.get(split, {}).values()] for split in SPLITS}
-    for split, name in zip(SPLITS, ("data_path", "val_path")):
-        pinned = []
-        for path in paths.get(name, []):
-            # where the data of a split were moved, the other split may name the commit
-            own = _as_pinned(path, roots[split])
-            pinned.append(
-                own if own != path else _as_pinned(path, itertools.chain(*roots.values()))
-            )
+    train, val = [[m["root"] for m in manifests.get(split, {}).values()] for split in SPLITS]
+    # where the data of a split were moved, the other split may name the commit
+    for name, own, other in (("data_path", train, val), ("val_path", val, train)):
+        pinned = [_as_pinned(path, own, other) for path in paths.get(name, [])]
         if pinned != paths.get(name, []):
             flags[name] = ",".join(pinned)
     return flags
 
 
-def _as_pinned(path: str, roots: Iterable[str]) -> str:
-    """A path in the state that a run's pinned folders name; itself if none does, or if they name
-    several, as of two branches of a data set."""
+def _as_pinned(path: str, *folders: Iterable[str]) -> str:
+    """A path in the state that a run's pinned folders name, of which the first that name one count;
+    itself if none does, and, with a warning, if they name several, as of two branches."""
     named = as_path(path)
     if not isinstance(named, Remote):
         return path
-    states = {str(named.as_pinned(root)) for root in roots} - {str(named)}
-    return states.pop() if len(states) == 1 else path
+    for roots in folders:
+        states = {str(state) for root in roots if (state := _state_of(named, root)) is not None}
+        if len(states) > 1:
+            log.warning(
+                "%s: this run has read several states of it (%s); a new run reads the newest one, unless you name one",
+                path,
+                few(sorted(states)),
+            )
+            return path
+        if states:
+            return states.pop()
+    return path
+
+
+def _state_of(path: Remote, root: str) -> Remote | None:
+    """The state of a path that a pinned folder names, if one of the two contains the other."""
+    state = path.as_pinned(root)
+    if state == path:
+        return None
+    folder = as_path(root)
+    is_same_place = state.is_relative_to(folder) or folder.is_relative_to(state)
+    return state if is_same_place else None
 
 
 def inherited_flags(given: Sequence[str]) -> dict[str, Any]:

@@ -5,8 +5,8 @@ Where a run has used a document, as tables; nanochat/run_uses.py explains how th
                                 +--> its passes: each row with its tokens, and what became of the others
     all documents with a text --+
 
-A document of more than ROWS rows, such as a book or one that was read in many passes, has about LINES
-lines, each of which sums up some rows that follow each other.
+A document of more than ROWS rows, such as a book or one that was read in many passes, has at most
+LINES lines, each of which sums up some rows that follow each other.
 """
 
 import json
@@ -27,10 +27,8 @@ from nanochat.run_stream import Opened, line_after
 from nanochat.run_uses import Ancestry, Content, Part, Traced, content_of
 from nanochat.sources import Place
 
-DOCUMENTS, TRACED = (
-    20,
-    200,
-)  # matches of a text that are shown, and that are followed through the run
+DOCUMENTS = 20  # documents with a text that are shown
+TRACED = 200  # those that are followed through the run, to find out which ones to show
 ROWS = 40  # rows of a document that are listed; of more, lines sum them up
 LINES = 16  # such lines
 STEPS = 8  # rows that such a line names, if there are no more

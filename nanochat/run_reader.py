@@ -780,24 +780,27 @@ class RunReader:
         if status["fork"] and state.get("skipped"):  # its state counts those of its ancestors, too
             status["skipped"] = logged_skips(self.run_dir)
         if alive == "dead":
-            config: Mapping[str, Any] = {}
-            with contextlib.suppress(OSError, ValueError):
-                config = config_at(self.run_dir, math.inf)
-            command = f"the same command{but_resume(config)}"
-            remedy = f"{command} starts the run again"
-            if status["saved_step"] is not None:
-                remedy = f"{command} resumes the run"
-            elif config.get("mirror_to") is not None:
-                remedy = f"no checkpoint is here; {command} looks for one in the mirror"
-            elif "saved" in newest_events(self.run_dir, math.inf):
-                remedy = "none of its checkpoints is here: restore one, or start over with --resume=scratch --force"
-            remedy = self.damaged_tokens() or remedy
+            remedy = self.damaged_tokens() or self._remedy(is_saved=saved_step is not None)
             status |= logged_progress(self.run_dir)  # the last state may be older than the log
             status |= {
                 "shown": "dead",
                 "reason": f"its status is {state['status']}, but its process is gone; {remedy}",
             }
         return status
+
+    def _remedy(self, *, is_saved: bool) -> str:
+        """How a run whose process is gone goes on. `is_saved`: whether a checkpoint is here."""
+        config: Mapping[str, Any] = {}
+        with contextlib.suppress(OSError, ValueError):
+            config = config_at(self.run_dir, math.inf)
+        command = f"the same command{but_resume(config)}"
+        if is_saved:
+            return f"{command} resumes the run"
+        if config.get("mirror_to") is not None:
+            return f"no checkpoint is here; {command} looks for one in the mirror"
+        if "saved" in newest_events(self.run_dir, math.inf):
+            return "none of its checkpoints is here: restore one, or start over with --resume=scratch --force"
+        return f"{command} starts the run again"
 
     def _mirror(self, step: float | None) -> dict[str, Any] | None:
         """The state of the run's mirror as this machine knows it, with how many steps and seconds it

@@ -556,9 +556,15 @@ def first_run_of(base: Mapping[str, Any], settings: Settings) -> RunReader | Non
     return first
 
 
-def check_no_fork(flags: Sequence[str]) -> None:
-    """ValueError for flags that would fork a run, also if a file of flags names it."""
-    # a fork needs a name of its own, which each run gets later
+def check_flags(flags: Sequence[str]) -> None:
+    """ValueError for flags of base_train that the runs cannot have, also if a file of flags names a
+    fork."""
+    for word in flags:
+        if word.partition("=")[0] in ("--model-tag", "--data-seed", "--seed"):
+            raise ValueError(
+                f"{word}: this script sets the flag for each run; use --name and --vary instead"
+            )
+    # a fork needs a name, which each run gets later
     settings = settings_of([*flags, "--model-tag=repeat"])
     if settings.fork_from is not None:
         raise ValueError(
@@ -572,13 +578,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args, flags = parse_args(argv)
     folder = get_base_dir() / "repeats"
     run_path(f"{args.name}-seed1")  # ValueError for an invalid name
-    for word in flags:
-        name = word.partition("=")[0]
-        if name in ("--model-tag", "--data-seed", "--seed"):
-            raise ValueError(
-                f"{word}: this script sets the flag for each run; use --name and --vary instead"
-            )
-    check_no_fork(flags)
+    check_flags(flags)
 
     # with --against, the seeds are those of the base
     base = None

@@ -234,11 +234,15 @@ def test_the_config_of_a_run_whose_training_data_was_moved_names_the_commit_of_t
     assert flags["val_path"].startswith(f"{SET}@{made.commit}/")
 
 
-def test_two_branches_of_a_data_set_are_not_taken_for_one():
+def test_two_branches_of_a_data_set_are_not_taken_for_one(caplog):
     """Regression: both got the commit of the first."""
-    commits = [f"{SET}@{digit * 40}" for digit in "ab"]
-    assert config._as_pinned(f"{SET}@dev/data", commits) == f"{SET}@dev/data"
-    assert config._as_pinned(f"{SET}@dev/data", commits[:1]) == f"{commits[0]}/data"
+    a, b = [f"{SET}@{digit * 40}" for digit in "ab"]
+    assert config._as_pinned(f"{SET}@dev/y", [f"{a}/x", f"{b}/y"]) == f"{b}/y"
+    assert config._as_pinned(f"{SET}@dev", [], [f"{b}/y"]) == b
+    assert config._as_pinned(f"{SET}@dev/y", [a], [b]) == f"{a}/y"
+    assert not caplog.text
+    assert config._as_pinned(f"{SET}@dev/y", [a, b]) == f"{SET}@dev/y"
+    assert "several states" in caplog.text
 
 
 def test_the_config_of_a_run_on_local_data_needs_no_manifest(hub, made, tmp_path):

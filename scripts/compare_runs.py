@@ -67,7 +67,6 @@ from nanochat.run_history import (
     history_of,
 )
 from nanochat.run_reader import RunReader, flat_numbers
-from nanochat.schedule import Schedule
 
 DATA = {"digest": "digests", "tokens": "token counts", "cursors": "cursors"}
 SERIES = {
@@ -223,8 +222,6 @@ def contents(checkpoint: Checkpoint) -> dict[str, Any]:
     for name, file in (("optimizer", OPTIMIZER_NAME), ("schedule", SCHEDULER_NAME)):
         if file in checkpoint.seal["files"]:
             state[name] = checkpoint.load(file)
-    if "schedule" in state:
-        state["schedule"] = Schedule.complete(state["schedule"])
     return state
 
 

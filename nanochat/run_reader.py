@@ -22,7 +22,6 @@ numbered on from there. Its config.json records the parent, which may be deleted
 import contextlib
 import itertools
 import logging
-import math
 import statistics
 import time
 from collections.abc import Iterator, Mapping
@@ -31,21 +30,18 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from nanochat.common import check_shape, counted, few, is_remote, read_json
+from nanochat.common import check_shape, counted, few, read_json
 from nanochat.model_code import changed_code, shown_code
 from nanochat.run_dir import (
     CONFIG_NAME,
     PLAN_NAME,
     Fork,
     RowLosses,
-    but_resume,
     checkpoint_folders,
-    config_at,
     cursor_files,
     find_run_at,
     is_step,
     iter_log,
-    newest_events,
     read_config,
     read_cursors,
     run_made_of,
@@ -780,27 +776,13 @@ class RunReader:
         if status["fork"] and state.get("skipped"):  # its state counts those of its ancestors, too
             status["skipped"] = logged_skips(self.run_dir)
         if alive == "dead":
-            remedy = self.damaged_tokens() or self._remedy(is_saved=saved_step is not None)
             status |= logged_progress(self.run_dir)  # the last state may be older than the log
             status |= {
                 "shown": "dead",
-                "reason": f"its status is {state['status']}, but its process is gone; {remedy}",
+                "reason": f"its status is {state['status']}, but its process is gone; run its command again "
+                "(without --resume)",
             }
         return status
-
-    def _remedy(self, *, is_saved: bool) -> str:
-        """How a run whose process is gone goes on. `is_saved`: whether a checkpoint is here."""
-        config: Mapping[str, Any] = {}
-        with contextlib.suppress(OSError, ValueError):
-            config = config_at(self.run_dir, math.inf)
-        command = f"the same command{but_resume(config)}"
-        if is_saved:
-            return f"{command} resumes the run"
-        if config.get("mirror_to") is not None:
-            return f"no checkpoint is here; {command} looks for one in the mirror"
-        if "saved" in newest_events(self.run_dir, math.inf):
-            return "none of its checkpoints is here: restore one, or start over with --resume=scratch --force"
-        return f"{command} starts the run again"
 
     def _mirror(self, step: float | None) -> dict[str, Any] | None:
         """The state of the run's mirror as this machine knows it, with how many steps and seconds it
@@ -814,24 +796,6 @@ class RunReader:
             "behind_steps": max(0, int(step or 0) - max(0, mirror["step"] or 0)),
             "behind_s": None if copied is None else time.time() - copied,
         }
-
-    def damaged_tokens(self) -> str:
-        """The error for the first damaged token file that the run reads, '' if there is none.
-
-        A process that reads a truncated file through a memory map is killed by SIGBUS, without a
-        message.
-        """
-        from nanochat.tokens import open_tokens
-
-        try:
-            for buckets in self.manifests.values():
-                for manifest in buckets.values():
-                    for entry in manifest["files"]:
-                        if entry["name"].endswith(".bin") and not is_remote(manifest["root"]):
-                            open_tokens(Path(manifest["root"], entry["name"]))
-        except (ValueError, OSError) as e:
-            return str(e)
-        return ""
 
 
 # ---- helpers for several commands ---------------------------------------------------------------

@@ -342,8 +342,8 @@ def _notes(start: Start, layout: StepLayout, device: torch.device) -> Iterator[s
     are_token_files = FORMATS.get(start.settings.data_format) == (".bin",)
     if are_token_files and not is_remote(start.settings.data_path or ""):
         yield (
-            f"token files are read through memory maps. If SIGBUS kills this process, a file was truncated: "
-            f"scripts.status {start.run_dir.name} or the next launch names it"
+            "token files are read through memory maps. If SIGBUS kills this process, a file was truncated: "
+            "the next launch names it"
         )
 
 

@@ -520,43 +520,6 @@ def test_a_state_is_renewed_if_a_launch_elsewhere_was_newer(base, end, code):
     assert state["reason"] == "there" if end else "process is gone" in state["reason"]
 
 
-@pytest.mark.parametrize(
-    "saved, words", [(False, "starts the run again"), (True, "resumes the run")]
-)
-def test_a_dead_run_is_only_resumed_from_a_save(base, saved, words):
-    """Regression: "resumes the run", of one whose steps are lost."""
-    path = fake_run(base, "d1", "running", step=9, ranks=[{**identify(), "start": "1"}])
-    if saved:
-        fake_checkpoint(path, "checkpoint-5", 5)
-    assert RunReader(path).status()["reason"].endswith(f"the same command {words}")
-
-
-def test_a_dead_run_whose_checkpoints_are_gone_does_not_start_again(base):
-    """Regression: "starts the run again", which the launch refuses, because they may be elsewhere."""
-    path = fake_run(base, "d1", "running", step=9, ranks=[{**identify(), "start": "1"}])
-    saved = {"event": "saved", "step": 5, "time": 1e9, "checkpoint": "checkpoint-5"}
-    write_log(path, started("a", 0), saved)
-    reason = RunReader(path).status()["reason"]
-    assert "restore one" in reason and "the same command" not in reason
-
-
-@pytest.mark.parametrize(
-    ("to", "words"), [("/far", "looks for one in the mirror"), (None, "restore one")]
-)
-def test_a_dead_run_without_checkpoints_looks_in_the_mirror_if_its_last_launch_had_one(
-    base, to, words
-):
-    """Regression: "starts the run again"; and later the mirror, which the last launch had not named."""
-    path = fake_run(base, "d1", "running", step=9, ranks=[{**identify(), "start": "1"}])
-    saved = {"event": "saved", "step": 5, "time": 1e9, "checkpoint": "checkpoint-5"}
-    write_log(path, started("a", 0), saved, {**started("b", 5), "changed": {"mirror_to": to}})
-    write_json(path / "config.json", {"max_seq_len": 64, "mirror_to": "/far"})
-    mirror = {"mirror": "/far", "run": "r", "checkpoint": "final", "step": 5, "copied": None}
-    mirror |= {"pending": None, "bytes_left": 0, "problem": ""}
-    (path / run_state.MIRROR_NAME).write_text(json.dumps(mirror))
-    assert words in RunReader(path).status()["reason"]
-
-
 def test_a_state_that_knows_more_than_the_log_of_its_launch_stays(base):
     path = fake_run(base, "d1", "failed", step=33, launch="a", reason="rank 1 hangs")
     write_log(path, started("a", 0), logged_step(32))

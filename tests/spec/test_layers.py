@@ -59,7 +59,7 @@ DEFERRED = {
     ): "PyTorch, which a download does not need",
     **{
         ("nanochat.run_reader", f"nanochat.{name}"): "Arrow, which scripts.status does not need"
-        for name in ("pins", "stream", "tokens")
+        for name in ("pins", "stream")
     },
     ("scripts.status", "nanochat.run_facts"): "PyTorch, needed only to rank by bits per byte",
     ("scripts.compare_runs", "nanochat.run_stream"): "PyTorch, needed only to name what differs",

@@ -72,7 +72,7 @@ def print_split(run: Run) -> None:
         return
     for line in _hub_roots(train, val):
         print0(line)
-    for note in (*_pinned_notes(run), *_joined_notes(run)):
+    for note in _pinned_notes(run):
         print0(f"note: {note}")
     kind = "run" if settings.fork is None else "fork"
     reads = f"this {kind} trains on {run.horizon.own_tokens:,} tokens"
@@ -150,20 +150,6 @@ def _print_left_out(train: Mapping[str, Manifest], listed: str | None) -> None:
             f"--without-documents={listed}: {files} not searched for it: {few(unsearched)}; to leave out "
             f"documents of all files, make a new list with scripts.validate --decontaminate"
         )
-
-
-def _joined_notes(run: Run) -> Iterator[str]:
-    """Where a new fork reads the documents of the files that it adds to a bucket, see
-    `order.JoinedOrder`."""
-    if run.parent is None:
-        return
-    theirs = run.parent.manifests["train"]
-    for bucket, source in run.data.train.items():
-        before = theirs[bucket].get("joined", ()) if bucket in theirs else ()
-        if len(source.joined) > len(before):
-            added = int(source.groups[source.joined[-1].first_group :].sum())
-            documents = counted(added, "document")
-            yield f"{documents} joined {bucket}, at random places among those left of this pass"
 
 
 def _pinned_notes(run: Run) -> Iterator[str]:

@@ -91,14 +91,6 @@ def print_split(run: Run) -> None:
         ),
         sep="\n",
     )
-    if settings.fork and settings.val_fraction:
-        divided = {file.name for files in files_of(val).values() for file in files}
-        every_file = [file.name for files in files_of(train).values() for file in files]
-        if added := [name for name in every_file if name not in divided]:
-            print0(
-                f"in neither split: up to {settings.val_fraction:.3g} of {few(added)}, which --val-fraction keeps from "
-                f"training (a fork is evaluated like its parent)"
-            )
     if not run.config and settings.val_fraction == 0:
         warn_of_trained_copies(run.data.manifests)
     unseen = [bucket for bucket in train if bucket not in val]

@@ -585,15 +585,6 @@ def test_the_validation_file_in_a_grown_copy_of_the_data_is_not_said_to_be_train
     assert f"this fork trains on {(40 - AT) * training.STEP:,} tokens" in out
 
 
-def test_what_is_read_for_nothing_of_files_that_join_is_said(workplace):
-    """Regression: only "11 files" and "12 files" told that a share of the new one was in no split."""
-    training.succeed(model_tag="split", data_path=workplace / "data", val_fraction=0.1)
-    words = r"in neither split: up to 0\.1 of new\.parquet,.* --val-fraction"
-    assert not re.search(words, fork(parent="split", tag="same").out)
-    training.write_shard(workplace / "data" / "new.parquet", training.texts(96, seed=9))
-    assert re.search(words, fork(parent="split", data_path=workplace / "data").out)
-
-
 def test_validation_stays_the_same_when_files_join(workplace):
     training.write_shard(workplace / "data" / "shard_9.parquet", training.texts(96, seed=9))
     fork(data_path=workplace / "data")

@@ -47,8 +47,6 @@ from nanochat.splits import (
     describe_split,
     files_of,
     last_file_validates,
-    val_fraction_remedy,
-    validated_by_name,
     warn_of_trained_copies,
 )
 from nanochat.start_run import Run, Start
@@ -95,8 +93,9 @@ def print_split(run: Run) -> None:
         warn_of_trained_copies(run.data.manifests)
     unseen = [bucket for bucket in train if bucket not in val]
     if unseen and val.keys() & train.keys():
-        why = _why_not_evaluated(run, chosen=chosen)
-        print0(f"not evaluated: {few(unseen)} ({why})")
+        print0(
+            f"not evaluated: {few(unseen)} (no validation file of its own; name one with --val-path)"
+        )
     _print_left_out(train, settings.without_documents)
 
 
@@ -110,19 +109,6 @@ def _hub_roots(train: Mapping[str, Manifest], val: Mapping[str, Manifest]) -> It
     for root in sorted(only_val):
         if root.startswith("hf://"):
             yield f"data for validation: {root}"
-
-
-def _why_not_evaluated(run: Run, *, chosen: bool) -> str:
-    """Why a bucket has no validation file, and what gives it one. `chosen`: see `describe_split`."""
-    if run.settings.fork:
-        return "a fork is evaluated like its parent; --val-path names other data"
-    train = files_of(run.data.manifests["train"])
-    val = files_of(run.data.manifests["val"])
-    why = "no validation file of its own; name one with --val-path"
-    if chosen and not validated_by_name(train, val):
-        names = [file.name for files in train.values() for file in files]
-        why += val_fraction_remedy(names, 0.05)
-    return why
 
 
 def _print_left_out(train: Mapping[str, Manifest], listed: str | None) -> None:

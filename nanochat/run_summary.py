@@ -9,7 +9,6 @@ import shutil
 import textwrap
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
@@ -347,16 +346,9 @@ def size_text(num_bytes: int) -> str:
 
 def padding_note(layout: StepLayout) -> str:
     """How much of a step is padding, and the --device-batch-size with the least of it."""
-    rows = layout.rows_of_longest_leaf
-    least = replace(layout, device_batch_size=rows).dead_share
-    are_leaves = layout.num_leaves % layout.world_size == 0
-    part, parts = ("leaf", "leaves") if are_leaves else ("process", "processes")
-    note = f"{layout.dead_share:.0%} of the computed rows are padding"
-    if least == 0:
-        return f"{note}; to avoid that, choose a --device-batch-size that divides {rows}, the rows of a {part}"
     return (
-        f"{note}; {layout.num_blocks} {parts} do not divide {layout.V} lanes, so the least is {least:.0%}, with a "
-        f"--device-batch-size that divides {rows}, the most rows of a {part}"
+        f"{layout.dead_share:.0%} of the computed rows are padding; the least have those --device-batch-size that "
+        f"divide {layout.rows_of_longest_leaf}, the most rows of a leaf or process"
     )
 
 

@@ -20,15 +20,14 @@ come much later: a longer run has the same rates until the warmdown of the short
 """
 
 import enum
-import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from nanochat.cli import Decides
 from nanochat.config import Settings, changes_of, known_settings
-from nanochat.model_code import CODE_OF, code_changes
+from nanochat.model_code import CODE_OF
 from nanochat.run_dir import CONFIG_NAME
 from nanochat.run_reader import RunReader
 from nanochat.schedule import HorizonSettings, Schedule, ScheduleSettings
@@ -168,7 +167,7 @@ def effects_of(parting: Parting, last: int) -> list[Effect]:
         stage = stage_of(name, known)
         if stage is Stage.UPDATE:
             scheduled.append((step, name))
-        elif stage is not None and not (name.startswith(CODE_OF) and has_code(parting, step)):
+        elif stage is not None:
             may_be_later = name in MAY_ACT_LATER or name.startswith(CODE_OF)
             effects.append(Effect(step, stage, [name], may_be_later))
     step_of_rates = first_other_rates(parting, last)
@@ -176,43 +175,7 @@ def effects_of(parting: Parting, last: int) -> list[Effect]:
         names = dict.fromkeys(name for step, name in scheduled if step <= step_of_rates)
         # a resume may change the horizon, too
         effects.append(Effect(step_of_rates, Stage.UPDATE, [*names] or ["num_iterations"]))
-    return sorted([*effects, *effects_of_code(parting, last)])
-
-
-def sides_of(parting: Parting) -> list[list[Stretch]]:
-    """What each history has from the last common run on."""
-    return [[parting.common, *rest] for rest in (parting.a, parting.b)]
-
-
-def has_code(parting: Parting, step: int) -> bool:
-    """Whether the model code of a step is logged on both sides. If so, it tells more than the change that
-    a fork has recorded: a later launch may have changed the code back."""
-    return all(code_at(side, step) for side in sides_of(parting))
-
-
-def effects_of_code(parting: Parting, last: int) -> Iterator[Effect]:
-    """The effects of model code in which two histories differ, up to the step `last`: one for each step
-    from which on another launch took the steps of either. Launches of older code did not log theirs."""
-    sides = sides_of(parting)
-    begins = {parting.step}
-    for stretch in itertools.chain(*sides):
-        begins.add(stretch.first)
-        for launch in stretch.run.launches if stretch.run is not None else ():
-            begins |= {launch.first, launch.last}
-    known: dict[str, list[str]] = {}
-    for step in sorted(step for step in begins if parting.step <= step <= last):
-        ours, theirs = (code_at(side, step) for side in sides)
-        differing = code_changes(ours, theirs)
-        if names := [name for name in differing if differing[name] != known.get(name)]:
-            yield Effect(step, Stage.LOSS, names, may_be_later=True)
-        known = differing
-
-
-def code_at(history: Sequence[Stretch], step: int) -> Mapping[str, str]:
-    """{file: hash} of the model code with which a history took a step; empty if it is not known."""
-    run = next((stretch.run for stretch in reversed(history) if stretch.first <= step), None)
-    launch = run.launch_of(step) if run is not None else None
-    return launch.model_code if launch is not None else {}
+    return sorted(effects)
 
 
 class Rates:

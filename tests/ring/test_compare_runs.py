@@ -458,56 +458,6 @@ def begin_launch(path, step, code, *, takes_steps=True):
     log_of(path).write_text("\n".join(lines) + "\n")
 
 
-def forget_code(path):
-    """Make the launches of a run those of older code, which did not log its hashes."""
-    rewrite_log(path, lambda record: {k: v for k, v in record.items() if k != "model_code"})
-
-
-def test_model_code_that_changed_between_two_launches_explains_a_difference(family):
-    """Regression: it was unexpected, because no change should act by then."""
-    path = make_fork(family, "b", "a", 4)
-    differ(path, "loss", 6)
-    begin_launch(path, 6, "6" * 32)
-    for verdict in (parting("a", "b")[3], parting("b", "a")[3]):
-        assert verdict.startswith("as expected: the loss of step 6 is the first difference: code")
-
-
-def test_model_code_that_changed_alike_in_both_explains_nothing(family):
-    """Regression: the change counted on each side, and a loss that differed was "as expected"."""
-    path = make_fork(family, "b", "a", 4, **CODE)
-    for run in (training.run_dir("a"), path):
-        begin_launch(run, 4, "2" * 32)
-    assert parting("a", "b")[3].startswith("as expected: they do the same")
-    differ(path, "loss", 6)
-    assert parting("a", "b")[3].startswith("unexpected: no change should act by then")
-
-
-def test_a_launch_that_took_no_step_explains_nothing(family):
-    """Regression: its code counted, because it was the newest launch that had begun by then."""
-    path = make_fork(family, "b", "a", 4)
-    begin_launch(path, 4, "6" * 32, takes_steps=False)
-    differ(path, "loss", 6)
-    assert parting("a", "b")[3].startswith("unexpected: no change should act by then")
-
-
-def test_a_launch_that_took_no_step_hides_no_change(family):
-    path = make_fork(family, "b", "a", 4, **CODE)
-    of_other_code(path)
-    of_parent = RunReader(training.run_dir("a")).launches[-1].model_code["nanochat/gpt.py"]
-    begin_launch(path, 4, of_parent, takes_steps=False)
-    differ(path, "loss", 4)
-    assert parting("a", "b")[3].startswith("as expected: the loss of step 4 is the first differe")
-
-
-def test_model_code_that_only_the_record_of_a_fork_tells_explains_a_difference(family):
-    """Regression: of a parent whose launches did not log their code, the fork's change was forgotten."""
-    path = make_fork(family, "b", "a", 4, **CODE)
-    of_other_code(path)
-    forget_code(training.run_dir("a"))
-    differ(path, "loss", 6)
-    assert parting("a", "b")[3].startswith("as expected: the loss of step 6 is the first differe")
-
-
 def test_the_code_shown_is_that_of_launches_of_which_a_step_is_left(family):
     """Regression: a launch that failed at once seemed to have taken all steps again."""
     run = training.run_dir("a")

@@ -520,7 +520,7 @@ def verdict(parts: Sequence[Part], parting: Parting, last: int) -> str:
     sign = first_sign(parts)
     effects = effects_of(parting, last)
     if sign is None and last < parting.step:
-        return verdict_without_steps(parts, parting.step, effects)
+        return f"no verdict yet: they have no step in common from {parting.step:,} on"
     if not effects:
         if sign is None:
             return "as expected: they do the same, and no digest, loss or weight differs"
@@ -543,19 +543,6 @@ def verdict(parts: Sequence[Part], parting: Parting, last: int) -> str:
     possible = [effect for effect in effects if effect[:2] <= at]
     causes = [effect for effect in possible if not effect.may_be_later] or possible
     return f"as expected: {sign.text} is the first difference: {effects_text(causes)}"
-
-
-def verdict_without_steps(parts: Sequence[Part], step: int, effects: Sequence[Effect]) -> str:
-    """`verdict` of two histories that have no step in common from their parting at `step` on. Their
-    cursors there may differ: those of a fork that reads other rows are new."""
-    apart = f"they have no step in common from {step:,} on"
-    cursors_differ = any(part.gaps for part in parts if part.name == DATA["cursors"])
-    if not cursors_differ:
-        return f"as expected: nothing differs yet: {apart}"
-    of_rows = [effect for effect in effects if effect.stage is Stage.ROWS]
-    if not of_rows:
-        return f"unexpected: the cursors differ, but no change acts on rows; {apart}"
-    return f"as expected: only the cursors differ, because {effect_text(merged(of_rows))}; {apart}"
 
 
 def history_text(rest: Sequence[Stretch], common: Stretch) -> str:

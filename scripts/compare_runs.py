@@ -730,18 +730,6 @@ def same_buckets(a: Side, b: Side) -> list[list[Any]]:
     return rows if len(rows) > 1 else []
 
 
-def smoothing_note(a: Side, b: Side) -> str:
-    """A sentence if a run did not apply some steps, whose losses are not in the smoothed one."""
-    counts = []
-    for name, side in (("a", a), ("b", b)):
-        steps = side.run.steps_not_applied if side.run else ()
-        if steps:
-            counts.append(f"{counted(len(steps), 'step')} of {name}")
-    if not counts:
-        return ""
-    return f"the smoothed loss leaves out steps that were not applied: {' and '.join(counts)}"
-
-
 def place_of(run: RunReader) -> str:
     """The folders in which a run reads its files."""
     roots = set()
@@ -875,11 +863,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             *("bits per byte a", "bits per byte b"),
         )
         if rows:
-            about = [
-                validation_note([side.run for side in (a, b) if side.run]),
-                smoothing_note(a, b),
-            ]
-            print("", *filter(None, about), *table(header, rows), sep="\n")
+            note = validation_note([side.run for side in (a, b) if side.run])
+            print("", *filter(None, [note]), *table(header, rows), sep="\n")
         if of_buckets := same_buckets(a, b):
             print("", *table(("bucket", header[0], *header[3:]), of_buckets), sep="\n")
     print()

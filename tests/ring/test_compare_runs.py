@@ -15,7 +15,6 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from nanochat import run_facts
 from nanochat.checkpoint import (
     MODEL_NAME,
     OPTIMIZER_NAME,
@@ -563,20 +562,6 @@ def test_the_last_bits_per_byte_of_buckets_are_compared_at_equal_numbers_of_toke
     one = side(1.5)
     del one.log["buckets/web"]
     assert compare_runs.same_buckets(one, side(1.25)) == []
-
-
-def test_the_table_of_losses_says_that_they_are_smoothed_without_skipped_steps(base, changed):
-    """Regression: a fork that skipped its last steps seemed to have the lower loss."""
-    differ(changed, "smooth_loss", 0)
-    differ(changed, "loss", 0)
-    record_event(changed, "skipped", step=7)
-    record_event(changed, "skipped", step=7)  # taken again after a crash: regression, "2 steps"
-    assert run_facts.event_sentences(RunReader(changed)) == [
-        "It did not apply 1 step, most recently step 7."
-    ]
-    rest = compare("a", changed)[2]
-    assert "smoothed loss a" in rest
-    assert "the smoothed loss leaves out steps that were not applied: 1 step of b\n" in rest
 
 
 def test_another_horizon_acts_at_the_first_step_with_other_rates(family):

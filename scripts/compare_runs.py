@@ -803,20 +803,11 @@ def print_versions(a: Side, b: Side, parts: list[Part]) -> None:
 
 
 def print_parts(parts: Sequence[Part], *, with_tensors: bool) -> None:
-    """Print a line for each part. Without `with_tensors`, which lists everything that differs in
-    checkpoints, those after the first that differs are only named."""
-    later: list[Part] = []
-    if not with_tensors:
-        later = [part for part in parts if part.kind == "checkpoint" and part.gaps][1:]
+    """Print a line for each part; `with_tensors`, also everything that differs in checkpoints."""
     for part in parts:
-        if part in later:
-            continue
         print(part.text())
         for gap in part.gaps if with_tensors and part.kind == "checkpoint" else ():
             print(f"  {gap.where}: {gap.text}")
-    if later:
-        steps = ", ".join(part.name.removeprefix("checkpoint ") for part in later)
-        print(f"later checkpoints that differ: {steps} (--tensors lists how)")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

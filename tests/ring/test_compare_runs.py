@@ -222,11 +222,10 @@ def test_the_first_line_names_the_weight_decay_that_follows_from_another_length(
     steps = 2 * STEPS
     training.succeed(model_tag="long", num_iterations=steps, warmdown_steps=0)
     training.succeed(model_tag="short", warmdown_steps=0)
-    _, summary, rest = compare("short", "long")
+    _, summary, _ = compare("short", "long")
     assert summary.startswith(
         "same data; rates of the updates differ first at step 1.weight decay: "
     )
-    assert f"later checkpoints that differ: 4, 6, {STEPS} (--tensors lists how)\n" in rest
     differ(
         base / "runs/long", "loss", 0
     )  # regression: the rates were named with other weights, too

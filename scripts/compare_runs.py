@@ -415,16 +415,6 @@ def when_it_shows(part: Part) -> tuple[bool, float, bool]:
     return all(map(of_files, part.gaps)), step, of_update
 
 
-def first_differing_digest(a: Side, b: Side) -> int | None:
-    """The first step that both sides logged with different digests."""
-    ours = a.log.get("digest", {})
-    theirs = b.log.get("digest", {})
-    for step in sorted(ours.keys() & theirs.keys()):
-        if ours[step] != theirs[step]:
-            return step
-    return None
-
-
 # ---- two histories ------------------------------------------------------------------------------
 
 
@@ -583,13 +573,12 @@ def is_listed(place: Mapping[str, Any], listed: Mapping[str, Collection[int] | N
     return rows is None or document in rows
 
 
-def explain_left_out(a: Side, b: Side) -> str:
+def explain_left_out(a: Side, b: Side, step: int | None) -> str:
     """A sentence for two runs with different lists of --without-documents.
 
     It says whether the first step whose digests differ has a document that only one of them leaves
-    out. "" for other runs, and if no digests differ.
+    out. `step`: that step; "" if there is none, and for other runs.
     """
-    step = first_differing_digest(a, b)
     if a.run is None or b.run is None or step is None:
         return ""
     listed_a, listed_b = a.run.listed(), b.run.listed()
@@ -766,7 +755,7 @@ def model_code(side: Side) -> dict[str, str]:
     return shown_code([read_seal(path).get("model_code", {})])
 
 
-def print_settings(a: Side, b: Side) -> None:
+def print_settings(a: Side, b: Side, parts: Sequence[Part]) -> None:
     """Print the files, model code and settings of two sides that differ, and what --without-documents
     explains. A single checkpoint has no files and no settings."""
     of_data: list[str] = []
@@ -783,7 +772,8 @@ def print_settings(a: Side, b: Side) -> None:
         [name, *around_difference([show(value) for value in values])] for name, *values in differ
     ]
     print("", *table(("settings that differ", "a", "b"), rows), sep="\n")
-    sentence = "" if of_data else explain_left_out(a, b)
+    digests = next((part for part in parts if part.name == DATA["digest"]), None)
+    sentence = "" if of_data or digests is None else explain_left_out(a, b, digests.first)
     if sentence:
         print("", sentence, sep="\n")
 
@@ -845,7 +835,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"note: {note}")
     if parting is not None:
         print("", *parting_lines(parts, parting, a, b), sep="\n")
-    print_settings(a, b)
+    print_settings(a, b, parts)
     if not equal:
         print_versions(a, b, parts)
         rows = same_tokens(a, b)

@@ -38,7 +38,7 @@ import torch
 
 from nanochat import seen
 from nanochat.cli import EXIT_FAILED, Parser, run_main, setup_logging, whole
-from nanochat.common import counted, table, visible
+from nanochat.common import table, visible
 from nanochat.config import Settings, add_flags, flag, from_flags
 from nanochat.find_report import DOCUMENTS, EPOCH, print_document, print_text
 from nanochat.receipt import open_receipt
@@ -136,25 +136,16 @@ def open_stream_of_receipt(receipt: Path, settings: Settings, args: argparse.Nam
 
 
 def warn_untrained(opened: Opened, last: int) -> None:
-    """Warn if the run has not trained step `last` yet, or if it never will."""
-    run_dir = opened.run.run_dir
-    trained = max(opened.run.digests, default=-1) + 1
-    end = math.inf if opened.horizon is None else opened.horizon
-    after_end = f"step {last:,} would come after it"
-    if not is_run_dir(run_dir):  # flags or a receipt
-        if last >= end:
-            log.warning("a run with these flags ends with step %s; %s", f"{end - 1:,}", after_end)
+    """Warn if no launch has trained step `last`. Where there is no run, only a step after the end counts."""
+    is_after_end = opened.horizon is not None and last >= opened.horizon
+    if last in opened.run.digests or not (is_after_end or is_run_dir(opened.run.run_dir)):
         return
-    if last < trained:
-        return
-    where = f"{run_dir} has trained {counted(trained, 'step')}; step {last:,} lies ahead"
-    end_of_run = opened.run.launches[-1].end if opened.run.launches else ""
-    if end_of_run in ("completed", "halted"):
-        how = "ended" if end_of_run == "completed" else "halted"
-        where = f"{run_dir} {how} with step {trained - 1:,}; {after_end}"
-    elif last >= end:
-        where = f"{run_dir} will end with step {end - 1:,}; {after_end}"
-    log.warning("%s, and is computed from the data", where)
+    end = (
+        ""
+        if opened.horizon is None
+        else f", and a run of this length ends with step {opened.horizon - 1:,}"
+    )
+    log.warning("step %s is computed from the data: no launch has trained it%s", f"{last:,}", end)
 
 
 # ---- digests ------------------------------------------------------------------------------------

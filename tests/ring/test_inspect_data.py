@@ -274,8 +274,7 @@ def test_rows_are_packed_from_the_nearest_good_cursors_and_equal_those_of_the_sa
             "rows", f"--step={step}", "--json", "--text", *training.flags(model_tag=None)
         )
     assert "step-00000006.json.gz" in caplog.text
-    assert "ended with step 7; step 9 would come" in caplog.text
-    assert "has trained 0 steps" not in caplog.text
+    assert "step 9 is computed from the data" in caplog.text
 
 
 def test_a_run_whose_data_was_moved_is_read_where_data_path_says(run_dir):
@@ -603,7 +602,7 @@ def test_a_document_is_found_in_the_rows_that_a_run_and_its_ancestors_trained_on
     err = command(inspect_data.main, "rows", "child", "--step=3").err
     assert "ask text, whose step 3 it continues" in err
     run("rows", "child", f"--step={STEPS}")
-    assert f"ended with step {STEPS - 1}; step {STEPS} would come after it" in caplog.text
+    assert f"step {STEPS} is computed from the data: no launch has trained it" in caplog.text
     monkeypatch.setattr(RunReader, "parent_dir", None)
     run("find", "child", f"--document={document}")
     assert "fork of text@15, which is not here: its steps are not searched" in caplog.text
@@ -1040,21 +1039,11 @@ def test_pending_and_unread_documents_of_a_running_run_are_used_later(killed):
     assert unread > 10, "the case"
 
 
-@pytest.mark.parametrize("step, words", [(STEPS - 1, "lies ahead"), (STEPS, "would come after it")])
-def test_a_step_after_the_last_one_of_a_running_run_never_comes(killed, caplog, step, words):
-    """Regression: "step 200 lies ahead" of a run of 200 steps."""
-    log = training.log_file("text")
-    records = [json.dumps(record) + "\n" for record in iter_log(log) if record["step"] < 10]
-    log.write_text("".join(records))
-    run("rows", "text", f"--step={step}")
-    assert words in caplog.text
-
-
 def test_a_step_after_the_last_one_that_flags_would_train_is_warned_of(corpus, caplog):
     run("rows", *stream_flags(corpus), "--step=4")
     assert not caplog.text
     run("digest", *stream_flags(corpus), "--steps=3:6")
-    assert "a run with these flags ends with step 4; step 5 would come after it" in caplog.text
+    assert "no launch has trained it, and a run of this length ends with step 4" in caplog.text
 
 
 @pytest.mark.parametrize("name, steps", [("rows", "--step={1}"), ("digest", "--steps={0}:{2}")])
@@ -1080,8 +1069,7 @@ def test_rows_after_a_halt_are_said_to_be_those_with_allow_bucket_exhaustion(
         assert "runs dry" not in caplog.text
         run(name, "run", ahead)
         assert caplog.text.count(warned) == 1
-        assert f"halted with step {halt - 1}; step {halt} would come after it" in caplog.text
-        assert "lies ahead" not in caplog.text, "no launch takes it with these settings"
+        assert f"step {halt} is computed from the data: no launch has trained it" in caplog.text
         with mock.patch.object(Stream, "bucket_of", lambda stream, lane, row: None):  # all are dry
             err = command(inspect_data.main, name, "run", ahead).err
         assert "the data runs out before this step" in err and "samples" not in err

@@ -24,7 +24,6 @@ from bisect import bisect_left
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from pathlib import PurePath
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -439,23 +438,14 @@ def find_document(data: Mapping[str, Mapping[str, Source]], name: str) -> tuple[
             for entry in source.manifest["files"]:
                 known.setdefault(entry["name"], (split, bucket, sum(entry["groups"])))
     if file not in known:
-        raise ValueError(f"{name}: the run has no file {file}; {_other_files(file, [*known])}")
+        files = ", ".join([*known][:4])
+        raise ValueError(
+            f"{name}: the run has no file {file}; its files are {files}, ...{did_you_mean(file, [*known])}"
+        )
     split, bucket, count = known[file]
     if in_file >= count:
         raise ValueError(f"{name}: {file} has documents 0 to {count - 1}; name one of them")
     return split, DocumentPlace(bucket, name, in_file, -1, -1)
-
-
-def _other_files(file: str, known: Sequence[str]) -> str:
-    """The end of an error about a file that is not there: the first files, and the one that may be
-    meant."""
-    files = ", ".join(known[:4])
-    if len(known) > 4:
-        files += ", ..."
-    same_name = [other for other in known if PurePath(other).name == PurePath(file).name]
-    same_name.sort(key=lambda other: not other.endswith(f"/{file}"))
-    hint = f"; did you mean {same_name[0]}?" if same_name else did_you_mean(file, known)
-    return f"its files are {files}{hint}"
 
 
 def announce_search(searched: Iterable[tuple[Source, Container[str]]]) -> None:

@@ -1,7 +1,6 @@
 """The rows that trained on a document, compared with a table of all rows of a small stream."""
 
 from contextlib import closing
-from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
@@ -212,13 +211,6 @@ def test_an_unknown_file_gets_the_closest_name_and_of_equally_close_ones_the_fir
     data = {"train": {"web": Files(0, 1)}, "validation": {"web": Files(2)}}
     with pytest.raises(ValueError, match=f"did you mean {closest}"):
         find_document(data, f"{file}:12")
-
-
-def test_of_files_with_the_same_name_one_that_ends_with_what_was_typed_is_suggested():
-    entries = [{"name": f"train/{name}/x.parquet", "groups": [1]} for name in ("aa", "bb")]
-    data = {"train": {"web": SimpleNamespace(manifest={"files": entries})}}
-    with pytest.raises(ValueError, match=r"did you mean train/bb/x.parquet\?"):
-        find_document(data, "bb/x.parquet:12")
 
 
 @pytest.mark.parametrize("mixed", [False, True])

@@ -598,13 +598,11 @@ def find_below(path: AnyPath, args: argparse.Namespace) -> list[Check]:
         partial(check_pairs, folder, sorted(files), args, whole=True)
         for folder, files in sorted(pairs.items())
     ]
-    dangling = [
-        entry.path
-        for entry in entries
-        if entry.kind == "dangling" and "wandb" not in entry.path.parts
-    ]
-    if dangling:
-        checks.append(partial(report_dangling, dangling))
+    for entry in entries:
+        if entry.kind == "dangling" and "wandb" not in entry.path.parts:
+            where = f"{entry.path}: a link to {os.readlink(entry.path)}"
+            problem = f"{where}, which does not exist; restore it, or delete the link"
+            checks.append(partial(report, problem))
     return [*of_pairs, *checks]
 
 
@@ -628,15 +626,6 @@ def folder_kind(path: Path) -> tuple[Callable[[Path, tqdm], Iterator[str]] | Non
 def report(problem: str, _: tqdm) -> Iterator[str]:
     """Report a problem that is already known."""
     yield Problem(problem)
-
-
-def report_dangling(links: Sequence[AnyPath], _: tqdm) -> Iterator[str]:
-    """Report links to files or folders that do not exist."""
-    for link in links:
-        target = os.readlink(link)
-        yield Problem(
-            f"{link}: a link to {target}, which does not exist; restore it, or delete the link"
-        )
 
 
 def files_below(path: Path) -> set[str]:

@@ -24,7 +24,6 @@ from nanochat import seen
 from nanochat.cli import Parser, run_main
 from nanochat.common import Bits, duration, write_bytes
 from nanochat.core_eval import describe_items
-from nanochat.run_curves import tokens_by_bucket
 from nanochat.run_dir import find_run
 from nanochat.run_facts import (
     contamination_table,
@@ -136,12 +135,9 @@ def training_figures(run: RunReader) -> dict[str, Any]:
     mfu = run.median("mfu")
     peak = run.peak_memory_bytes
     time_s = duration(run.train_time_s)
-    with_loss = tokens_with_loss(run)
-    differs = with_loss != run.own_tokens
     figures = {
         "steps": run.reached,
         f"tokens in rows{', of its own' if run.fork else ''}": run.own_tokens,
-        "of these, with loss": with_loss if differs else None,
         "tokens, those of its ancestors included": run.num_tokens if run.fork else None,
         "training time": f"{time_s}, {100 * waited:.2f} % of it waiting for data",
         "tokens/s, median step": run.median("tokens_per_s"),
@@ -151,22 +147,6 @@ def training_figures(run: RunReader) -> dict[str, Any]:
     for step in (run.steps[0], run.steps[-1]):
         figures[f"digest of the batch of step {step['step']:,}"] = f"`{step['digest']}`"
     return figures
-
-
-def tokens_with_loss(run: RunReader) -> int | None:
-    """How many of the run's own tokens counted in the loss: not padding, nor what rows repeat of
-    a long document. None if some step has not recorded it."""
-    buckets, counts = tokens_by_bucket(run.steps)
-    if buckets:
-        return int(counts.sum())
-    total = 0
-    for step in run.steps:
-        try:
-            _, live = run.row_losses.read(step["step"])
-        except (OSError, ValueError):
-            return None
-        total += int(live.sum())
-    return total
 
 
 def settings_part(run: RunReader, stages: Sequence[Stage]) -> list[str]:

@@ -137,16 +137,6 @@ def test_every_figure_is_the_one_on_disk(run):
         assert found[name] == expected, name
 
 
-def test_tokens_with_loss_are_those_of_the_recorded_rows(run):
-    """Regression: a run without buckets had no such line, although windows repeat tokens."""
-    assert "of these, with loss" not in rows(make_report(RunReader(run)))
-    losses = RunReader(run).row_losses
-    nats, live = losses.read(3)
-    losses.write(3, nats, live - 2)
-    found = rows(make_report(RunReader(run)))
-    assert found["of these, with loss"] == [show(8 * training.STEP - 2 * len(live))]
-
-
 def test_the_legend_of_the_ledger_has_every_column(run):
     """Regression: `read` and `documents` were not explained."""
     text, columns, _ = ledger_table(*RunReader(run).ledger())

@@ -41,7 +41,6 @@ from nanochat.checkpoint import find_checkpoint
 from nanochat.cli import Parser, run_main, whole
 from nanochat.common import (
     begin_launch,
-    duration,
     get_dist_info,
     print0,
     read_json,
@@ -77,7 +76,6 @@ from scripts.sample import ask_for_model, device_of
 
 MODES = ("core", "bpb", "sample")
 SAMPLE_GROUPS = 64  # of a sample, or more if these have too few documents
-LONG_S = 10.0  # an evaluation that takes longer says how long
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -306,15 +304,12 @@ def bits_per_byte(
     to_evaluate = sum(min(part.num_tokens, tokens_of(part.source)) for part in parts)
     of_which = "validation and of the training files" if samples else "this text"
     print0(
-        f"evaluating about {to_evaluate:,} tokens: up to {num_tokens:,} of {of_which} "
-        f"({origin_of(args.eval_tokens, settings)})"
+        f"evaluating about {to_evaluate:,} tokens: up to {num_tokens:,} of {of_which} (--eval-tokens)"
     )
 
     # the model
     model.attention_mode = settings.attention_mode
     of_val = {name: batches(*part) for name, part in val.items()}
-    first = next(iter(of_val))
-    of_val[first] = with_estimate(of_val[first], to_evaluate)
     val_bpb, val_buckets = evaluate_buckets(model, of_val, token_bytes)
     train_bpb = {}
     for name, part in samples.items():
@@ -369,32 +364,6 @@ def sample_of(source: Source, num_tokens: int) -> Source:
     sample.groups = np.zeros_like(wanted)
     sample.groups[chosen] = wanted[chosen]
     return sample
-
-
-def origin_of(eval_tokens: int, settings: Settings) -> str:
-    """Where the number of tokens comes from. `eval_tokens`: the flag."""
-    if eval_tokens != -1:
-        return "--eval-tokens"
-    whose = "the default" if settings.eval_tokens == Settings.eval_tokens else "the run's"
-    return f"{whose} --eval-tokens; a smaller one takes less time"
-
-
-def with_estimate(batches: Iterable[MicroBatch], to_evaluate: int) -> Iterator[MicroBatch]:
-    """The batches. After the second one, print how long `to_evaluate` tokens of all ranks will take,
-    if that is long. The first one also warms up."""
-    _, _, _, world_size = get_dist_info()
-    began = 0.0
-    for number, batch in enumerate(batches):
-        if number in (1, 2) and batch.inputs.is_cuda:
-            torch.cuda.synchronize()
-        if number == 1:
-            began = time.perf_counter()
-        if number == 2:
-            batch_s = time.perf_counter() - began
-            seconds = batch_s * to_evaluate / (batch.inputs.numel() * world_size)
-            if seconds > LONG_S:
-                print0(f"this takes about {duration(seconds)}")
-        yield batch
 
 
 def result_in_nats(result: Mapping[str, Any]) -> dict[str, Any]:

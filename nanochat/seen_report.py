@@ -66,30 +66,12 @@ def print_items(results: Mapping[str, TaskResult]) -> None:
 
     found.sort(key=rank, reverse=True)
     rows = []
-    others = {}  # {number of a row: a line below it}
     for label, item in found[:ITEMS]:
-        documents = shown_documents(item)
-        for document in documents:
+        for document in shown_documents(item):
             rows.append([visible(label), item["line"], *cells_of(document, item["ngrams"])])
-        # of a training document, only others of training: validation documents are not "in the data"
-        split = documents[0]["split"]
-        hidden = [
-            document
-            for document in item["documents"]
-            if document["split"] == split and document not in documents
-        ]
-        if hidden:
-            trained = sum(bool(document["uses"]) for document in hidden)
-            count = counted(len(hidden), "more document")
-            others[len(rows) - 1] = f"    and {count} ({trained} trained on; --json shows all)"
     columns = ["task", "line", "document", "shared", "of", "steps", "loss before", "loss after"]
     if rows:
-        heading, *lines = table(columns, rows)
-        print(heading)
-        for number, line in enumerate(lines):
-            print(line)
-            if number in others:
-                print(others[number])
+        print(*table(columns, rows), sep="\n")
     hidden_items = [item for _, item in found[ITEMS:]]
     if hidden_items:
         in_data = sum(map(seen.is_in_data, hidden_items))

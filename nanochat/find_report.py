@@ -255,24 +255,9 @@ def why_not_learned(ancestry: Ancestry, traced: Traced) -> str:
     reason."""
     opened = traced.opened
     if traced.split != "train":
-        bucket = opened.data.manifests["train"].get(traced.document.bucket)
-        files = bucket["files"] if bucket else []
-        own_file, _, _ = traced.document.name.rpartition(":")
-        is_shared = any(file["name"] == own_file for file in files)
-        what = (
-            "a part of this file that is held out for validation"
-            if is_shared
-            else "a validation document"
-        )
-        return f"{what}: the run never trains on it"
+        return "held out for validation: the run never trains on it"
     if traced.is_left_out:
-        if traced.steps or ancestry.gaps:
-            return (
-                f"from step {opened.first_step:,} on, its targets are masked (--without-documents)"
-            )
-        return (
-            "its targets are masked (--without-documents), so the model never learned to predict it"
-        )
+        return f"from step {opened.first_step:,} on, its targets are masked (--without-documents)"
     if traced.passes:
         return ""
     if opened is not ancestry.opened:

@@ -47,8 +47,8 @@ from nanochat.common import (
     read_json,
 )
 from nanochat.config import REMOVED, Settings, fields_of, flag
-from nanochat.files import MANIFEST_NAME, data_at
-from nanochat.pins import Manifest, Pin, is_prepared, pins_of
+from nanochat.files import data_at
+from nanochat.pins import Manifest, Pin, pins_of
 from nanochat.run_dir import CONFIG_NAME, read_cursors
 from nanochat.run_order import stream_config
 from nanochat.run_reader import Launch, RunReader
@@ -77,6 +77,9 @@ SHAPE = {
     "marks": dict,
     "begin": list | None,
     "tokenizer": dict,
+    "checkpoints": dict,
+    "training": dict,
+    "horizons": list,
     "checksum": str,
 }
 PUBLIC = "hf://"  # how a data path begins that others can read, too
@@ -329,17 +332,6 @@ def compare_file(pair: tuple[FileLine, Pin], root: AnyPath, remedy: str) -> File
     path = root / file.name
     now = describe_file(root, entry, by_sha256=file.content.startswith(SHA256))
     if problem := file.differs(path, now):
-        same_bytes = "-" not in (now.content, file.content) and now.content == file.content
-        if same_bytes and is_prepared(entry):
-            raise ValueError(
-                f"{path}: the receipt is of a run that older code began, which pinned text that is not "
-                f"parquet differently; verify it with the code that wrote it"
-            )
-        if same_bytes and path.suffix == ".bin":
-            raise ValueError(
-                f"{path}: its bytes are those of the receipt, but not the {MANIFEST_NAME} beside it, which decides the "
-                f"order of documents; restore the one that the run began with, or if there was none, move it away"
-            )
         raise ValueError(f"{problem}, so the run was trained on a different file; {remedy}")
     return now
 

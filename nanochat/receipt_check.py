@@ -94,8 +94,6 @@ def find_stretches(path: Path, name: str | None, asked: str) -> Stretches:
     run's settings, launches and digests with those of its receipt. `name`: of the run, None for the
     name in the receipt. ValueError if they differ."""
     receipt = read_receipt(path)
-    if "checkpoints" not in receipt:
-        raise ValueError(f"{path}: it lists no checkpoints; write it again with scripts.receipt")
     run = RunReader(find_run(name or receipt["run"]))
     settings = Settings.from_json(run.config, run.run_dir / CONFIG_NAME)
     ours = json.loads(json.dumps(training_settings(settings)))

@@ -223,14 +223,14 @@ def test_a_receipt_whose_checkpoints_are_gone_is_one_sentence():
     assert checked(path, "6:8").code == 0
 
 
-def test_an_old_receipt_lists_no_checkpoints():
+def test_a_receipt_without_checkpoints_is_refused():
     path = publish()
     value = json.loads(path.read_text())
     for name in ("checkpoints", "training", "horizons", "checksum"):
         del value[name]
     value["checksum"] = hash_json(value)
     path.write_text(json.dumps(value))
-    assert "lists no checkpoints" in checked(path).out
+    assert "checkpoints: expected" in checked(path).out
 
 
 @pytest.mark.parametrize("text", ["5", "x%", "9:", "-1:4"])

@@ -42,7 +42,7 @@ import numpy as np
 from nanochat.cli import Parser, run_main
 from nanochat.common import Bits, check_shape, counted, few, hash_json, print0, table, write_bytes
 from nanochat.pins import fingerprint
-from nanochat.run_dir import CONFIG_NAME, but_resume, config_at, find_run, list_runs
+from nanochat.run_dir import CONFIG_NAME, find_run, list_runs
 from nanochat.run_facts import differing_code, validation_note
 from nanochat.run_reader import RunReader
 
@@ -265,9 +265,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             rows.append(row)
             runs.append(RunReader(run_dir))
             continue
-        but = but_resume(config_at(run_dir, math.inf))
         print0(
-            f"skipped: {run_dir.name} has not completed; the command that started it{but} resumes it"
+            f"skipped: {run_dir.name} has not completed; run its command again (without --resume)"
         )
     if not rows:
         raise ValueError("no run has completed; resume one first")
@@ -287,13 +286,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         print0(f"warning: {text}", "", sep="\n")
     if code := differing_code([run.shown_code for run in runs]):
         print0(f"warning: the runs differ in {few(name for name, *_ in code)}", "", sep="\n")
-    if any(run.fork for run in runs):
-        print0(
-            "note: tokens, flops and train_time_s of a fork count those of its ancestors, too; tokens_per_s is "
-            "that of its own steps",
-            "",
-            sep="\n",
-        )
 
     # the tables
     args.out.mkdir(parents=True, exist_ok=True)

@@ -35,9 +35,7 @@ def runs(tmp_path_factory):
             }
             assert training.run(**flags, model_tag=f"s_{tag}").code == 0
         (path / "runs" / "s_unfinished").mkdir()
-        (path / "runs" / "s_unfinished" / "config.json").write_text(
-            '{"max_seq_len": 15, "resume": "scratch", "force": true}'
-        )
+        (path / "runs" / "s_unfinished" / "config.json").write_text('{"max_seq_len": 15}')
         yield path
 
 
@@ -45,7 +43,6 @@ def test_a_row_has_the_logged_values_of_its_run(runs, capsys):
     assert sweep.main(["--prefix=s_", f"--out={runs / 'out'}"]) == 0
     output = capsys.readouterr().out
     assert "skipped: s_unfinished has not completed" in output
-    assert "without --resume=scratch --force" in output
     rows = list(csv.DictReader((runs / "out" / "results.csv").read_text().splitlines()))
     assert [row["run"] for row in rows] == ["s_small", "s_medium", "s_large"]
     for row in rows:
@@ -118,7 +115,7 @@ def test_different_validation_text_is_named_above_the_table(runs, tmp_path, caps
     assert sweep.main(["s_small", str(other), f"--out={tmp_path}"]) == 0
     assert 0 <= (output := capsys.readouterr().out).find(warning) < output.index("val_bpb")
     assert sweep.main(["s_small", "s_large", f"--out={tmp_path}"]) == 0
-    assert warning not in (output := capsys.readouterr().out) and "ancestors" not in output
+    assert warning not in capsys.readouterr().out
 
 
 def test_other_model_code_is_named_above_the_table(runs, tmp_path, capsys):
@@ -128,17 +125,6 @@ def test_other_model_code_is_named_above_the_table(runs, tmp_path, capsys):
         assert sweep.main(["s_small", name, f"--out={tmp_path}"]) == 0
         output = capsys.readouterr().out.partition("val_bpb")[0]
         assert ("warning: the runs differ in code of nanochat/gpt.py" in output) == is_other
-
-
-def test_what_the_figures_of_a_fork_count_is_said(runs, tmp_path, capsys):
-    forked = {"fork_from": "s_large", "model_tag": "forked", "num_iterations": 7}
-    assert training.run(**{**training.SMALL, "aspect_ratio": 36, **forked}).code == 0
-    assert sweep.main(["s_large", "forked", f"--out={tmp_path}"]) == 0
-    note = (
-        "train_time_s of a fork count those of its ancestors, too; tokens_per_s is that of its own"
-    )
-    assert note in capsys.readouterr().out
-    shutil.rmtree(runs / "runs" / "forked")
 
 
 def synthetic_runs(budgets, sizes):

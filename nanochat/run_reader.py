@@ -20,7 +20,6 @@ numbered on from there. Its config.json records the parent, which may be deleted
 """
 
 import contextlib
-import itertools
 import logging
 import statistics
 import time
@@ -30,7 +29,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from nanochat.common import check_shape, counted, few, read_json
+from nanochat.common import check_shape, few, read_json
 from nanochat.model_code import changed_code, shown_code
 from nanochat.run_dir import (
     CONFIG_NAME,
@@ -673,47 +672,17 @@ class RunReader:
         except ValueError as e:
             raise ValueError(str(e) if str(path) in str(e) else f"{path}: {e}") from None
 
-    def _line(self) -> Iterator["RunReader"]:
-        """This run and its ancestors that are here, the youngest first."""
-        run, seen = self, set[Path]()
-        while run.run_dir.resolve() not in seen:  # a circle, if a name was used again
-            yield run
-            seen.add(run.run_dir.resolve())
-            if run.fork is None or run.parent_dir is None:
-                return
-            run = RunReader(run.parent_dir)
-
     def ledger_note(self, accounts: Mapping[str, Mapping[str, int]]) -> str:
-        """Which rows of a ledger of this run its ancestors took, and which of theirs are not in it;
-        "" if it is not a fork."""
+        """Which rows of a ledger of this run its ancestors took; "" if it is not a fork. A bucket that a fork
+        reads no more, or packs anew, has none of theirs."""
         if self.fork is None or not accounts:
             return ""
         num_rows = sum(account["rows"] for account in accounts.values())
         before = sum(account["rows"] for account in self._ledger_at(self.fork.step).values())
-        sentence = (
+        return (
             f"{before:,} of its {num_rows:,} rows are from before step {self.fork.step:,}, at which this run "
             f"left {self.fork.run}."
         )
-        missing = [
-            f"{counted(rows, 'row')} of {bucket} ({name})"
-            for name, bucket, rows in self._rows_not_continued()
-        ]
-        return f"{sentence} Not in it: {', '.join(missing)}." if missing else sentence
-
-    def _rows_not_continued(self) -> Iterator[tuple[str, str, int]]:
-        """(ancestor, bucket, rows) that ancestors took and that the ledger does not continue, because
-        a fork reads the bucket no more, begins it anew, or packs its rows in another way."""
-        for run, parent in itertools.pairwise(self._line()):
-            assert run.fork is not None
-            continued = run._ledger_at(run.fork.step)
-            try:
-                before = parent._ledger_at(run.fork.step)
-            except ValueError as e:
-                log.warning("the ledger of %s is not known: %s", parent.name, e)
-                before = {}
-            for bucket, account in before.items():
-                if account["rows"] and not continued.get(bucket, {}).get("rows"):
-                    yield parent.name, bucket, account["rows"]
 
     def newest_checkpoint(self) -> str | None:
         """The name of the checkpoint with the highest step, None if there is none. One that was written

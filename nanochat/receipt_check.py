@@ -21,7 +21,7 @@ from nanochat.config import Settings, changes_of
 from nanochat.receipt import horizons_of, next_link, open_receipt, read_receipt, training_settings
 from nanochat.run_dir import CONFIG_NAME, find_run
 from nanochat.run_reader import RunReader
-from nanochat.run_stream import Pace, step_digests
+from nanochat.run_stream import step_digests
 
 OTHER_RUN = "it is another run (scripts.compare_runs compares two runs), or was edited"
 
@@ -52,15 +52,12 @@ def check_rows(path: Path, given: Settings, asked: Sequence[int] | None) -> Iter
     yield f"  recomputing steps {first:,} to {last:,}: {why}"
 
     link, good = "", first - 1
-    pace = Pace(last + 1 - first)
     digests = step_digests(opened, range(first, last + 1), 1)
     for step, [part] in tqdm(
         digests, total=last + 1 - first, unit="step", desc="recomputed", leave=False, disable=None
     ):
         digest = f"{part:016x}"
         link = next_link(link, digest)
-        if rest := pace.rest_after_step():
-            yield f"  this takes {rest} more"
         if step not in marks:
             continue
         mark = marks[step]

@@ -12,7 +12,6 @@ that does not exist can be opened, too (scripts/inspect_data.py).
 """
 
 import logging
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
@@ -23,7 +22,6 @@ import numpy as np
 from tqdm import tqdm
 
 from nanochat import run_history
-from nanochat.common import duration
 from nanochat.dataloader import StepLayout
 from nanochat.pins import is_prepared
 from nanochat.rows import Row
@@ -36,7 +34,6 @@ from nanochat.text import PLAIN_TEXT, text_suffix
 
 log = logging.getLogger(__name__)
 
-TIMED_S = 5.0  # after so many seconds, the remaining time is estimated, and told if it is longer
 WORDS = 60  # characters shown from the beginning of a document
 MovedTo = tuple[str | None, str | None]  # where --data-path and --val-path are now
 NOT_MOVED: MovedTo = (None, None)  # both are where the run read them
@@ -130,16 +127,11 @@ class Opened:
                     drop_dry=True,
                 )
             ) as stream:
-                pace = Pace(step - done)
                 pack = self.take if checked else self.pack
                 for at in tqdm(
                     range(done, step), desc=f"packing from step {done}", unit="step", disable=None
                 ):
                     pack(stream, at)
-                    if rest := pace.rest_after_step():
-                        log.info(
-                            "packing steps %s to %s takes %s more", f"{done:,}", f"{step:,}", rest
-                        )
                 yield stream
                 if not self.may_drop:
                     self._warn_dry(stream.state(), cursors)
@@ -162,27 +154,6 @@ class Opened:
                 " and ".join(f"bucket {bucket!r}" for bucket in sorted(dry)),
                 f"{step:,}",
             )
-
-
-class Pace:
-    """How long the rest of `num_steps` steps takes. The first ones say little: they fill buffers, and
-    tokenize whole books of which later ones use the rest."""
-
-    def __init__(self, num_steps: int) -> None:
-        self.num_steps = num_steps
-        self.done = 0
-        self.began = time.monotonic()
-        self.is_told = False
-
-    def rest_after_step(self) -> str:
-        """Count a step. "" but once, when TIMED_S have passed and the rest takes longer."""
-        self.done += 1
-        passed_s = time.monotonic() - self.began
-        if self.is_told or passed_s < TIMED_S:
-            return ""
-        self.is_told = True
-        rest_s = passed_s / self.done * (self.num_steps - self.done)
-        return f"about {duration(rest_s)}" if rest_s > TIMED_S else ""
 
 
 def open_stream_of(run_dir: Path, moved_to: MovedTo = NOT_MOVED) -> Opened:

@@ -741,29 +741,6 @@ def test_a_document_that_only_an_ancestor_read_is_found_with_its_steps(without_c
     assert "the run or text (steps 0 to 14) trained on parts of 1 of the 1 document" in out
 
 
-def test_a_step_that_takes_long_is_announced(killed, monkeypatch, caplog):
-    """Regression: a step far beyond the end of a run was packed for minutes without a word."""
-    caplog.set_level("INFO")
-    monkeypatch.setattr(run_stream, "TIMED_S", 0.0)
-    run("rows", "text", "--step=30", "--json")
-    assert re.search(r"packing steps [0-9]+ to 30 takes about .* more", caplog.text)
-
-
-def test_slow_first_steps_do_not_count_for_all(monkeypatch):
-    """Regression: a lane tokenizes a book for its first row, and the rest was said to take 25 times
-    as long as it did."""
-    now = 0.0
-    monkeypatch.setattr(run_stream.time, "monotonic", lambda: now)
-    pace = run_stream.Pace(10_000)
-    told = []
-    for number in range(10_000):
-        now += 1.0 if number < 2 else 0.002
-        told.append(pace.rest_after_step())
-    [said] = filter(None, told)
-    seconds = float(re.search(r"about ([0-9.]+) s", said)[1])
-    assert 15 < seconds < 40, "it takes 17 s more"
-
-
 def test_the_ledger_of_a_fork_says_which_rows_are_its_own(without_code):
     """Regression: it was neither the fork's own nor that of all steps, and did not say so."""
     rows = {}  # of each bucket, in the steps before the fork

@@ -172,19 +172,13 @@ class RunMirror(Mirror):
             check_run(store.where, newest, settings, run_dir, known["run"] if known else "")
         if newest is None or settings.resume == "scratch":  # which replaces a mere start
             return f"{store.where}: it has no checkpoint yet", False
-        fetch = Fetch(store, marks, run_dir)
         is_new = not is_run_dir(run_dir)
         if is_new:
-            fetch.check_settings(settings)
-        found = f"{store.where}: it has step {newest.step:,}"
-        if newest.checkpoint == START:
-            found = f"{store.where}: it has the start of the run, and no checkpoint yet"
-        elif newest.step <= fetch.local_step():
-            found += ", which is not newer than the run here"
-        elif settings.resume == "auto":
-            found += ", which a launch would fetch and resume from; this check is without it"
-        if is_new:
-            found += "; a launch would fetch the run's settings, tokenizer and log, too"
+            Fetch(store, marks, run_dir).check_settings(settings)
+        found = (
+            f"{store.where}: it holds this run up to {newest.checkpoint}; a launch would fetch what is newer than "
+            f"here, and this check is without it"
+        )
         return found, is_new
 
     def lost(self) -> str:

@@ -597,10 +597,10 @@ def test_validate_says_what_the_mirror_holds_and_changes_nothing(machine, place)
         assert "no checkpoint yet" in validated(num_iterations=2, mirror_to=place)
         assert not place.exists()
         training.succeed(num_iterations=2, mirror_to=place)
-        assert "step 2, which is not newer" in validated(num_iterations=2, mirror_to=place)
+        assert "it holds this run up to final" in validated(num_iterations=2, mirror_to=place)
     before = training.fingerprint(place)
     with machine("b"):
-        assert "step 2, which a launch would fetch" in validated(num_iterations=2, mirror_to=place)
+        assert "it holds this run up to final" in validated(num_iterations=2, mirror_to=place)
         assert training.fingerprint(place) == before and not training.run_dir().exists()
         lost = place / "not mounted" / "mirror"
         assert "does not exist; mount its disk" in validated(num_iterations=2, mirror_to=lost)
@@ -631,18 +631,6 @@ def test_without_a_tokenizer_validate_says_that_a_launch_fetches_the_runs(machin
         assert "launch would fetch" in note and "tokenizer" in note
         assert "tok_train" not in problem and "launch would fetch" in problem
         training.succeed(**same)
-
-
-def test_validate_promises_no_checkpoint_to_a_launch_that_names_one(machine, place):
-    with machine("a"):
-        begin_only(place)
-        shutil.copytree(training.run_dir(), place.parent / "begun")
-        training.succeed(mirror_to=place)
-        shutil.rmtree(training.run_dir())
-        shutil.copytree(place.parent / "begun", training.run_dir())
-        shown = validated(mirror_to=place, resume="run@1")
-        assert "it has step 8" in shown and "fetch and resume" not in shown
-        assert "fetch and resume" in validated(mirror_to=place)
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,6 @@ from nanochat.run_dir import (
     is_step,
     iter_log,
     read_config,
-    run_made_of,
 )
 
 
@@ -38,12 +37,6 @@ def check_step(run_dir: Path, step: int) -> None:
         )
     log = iter_log(run_dir / "logs" / "train.jsonl")
     trained = 1 + max((record["step"] for record in log if is_step(record)), default=-1)
-    weights = "" if trained else run_made_of(run_dir)
-    if weights:
-        raise ValueError(
-            f"{run_dir.name}@{step}: its weights are {weights}, and it has taken no step itself; name the run "
-            f"that trained them, or leave out @{step}"
-        )
     if step > trained:
         raise ValueError(
             f"{run_dir.name}@{step}: the run has trained {counted(trained, 'step')}; name one of its steps, or "

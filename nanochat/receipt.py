@@ -210,10 +210,9 @@ def make_receipt(
     steps, digests = run.num_steps if steps is None else steps, run.digests
     first = run.first_step
     if steps <= first:
-        parents = (
-            f"; those before step {first:,} are of {run.fork.run}" if run.fork and first else ""
+        raise ValueError(
+            f"{run.name}: a receipt would have none of its steps, which begin with {first:,}"
         )
-        raise ValueError(f"{run.name}: a receipt would have none of its steps{parents}")
     missing = next((step for step in range(first, steps) if step not in digests), None)
     if missing is not None:
         raise ValueError(
@@ -379,17 +378,11 @@ def choose_tokenizer(path: Path, receipt: Mapping[str, Any], given: Settings) ->
     ValueError if it is not the run's."""
     if given.tokenizer is None:
         return tokenizer_of(receipt, path)
-    own = "leave --tokenizer out: the receipt contains the run's"
-    try:
-        tokenizer = get_tokenizer(given.tokenizer, eod_token=given.eod_token)
-    except FileNotFoundError as e:
-        raise FileNotFoundError(
-            f"{path}: the run's tokenizer is needed to recompute rows; {own} ({e})"
-        ) from None
+    tokenizer = get_tokenizer(given.tokenizer, eod_token=given.eod_token)
     if tokenizer.fingerprint != receipt["stream"]["tokenizer"]:
         raise ValueError(
             f"{path}: the run's data was tokenized with {receipt['stream']['tokenizer']}, but this "
-            f"tokenizer is {tokenizer.fingerprint}; {own}"
+            f"tokenizer is {tokenizer.fingerprint}; leave --tokenizer out: the receipt contains the run's"
         )
     return tokenizer
 

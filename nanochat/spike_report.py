@@ -10,7 +10,7 @@ Any finished or running run can be asked, whatever its --skip-spikes, which deci
 import json
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -118,24 +118,12 @@ def documents_of(opened: Opened, stream: AnyStream, row: Row) -> list[dict[str, 
     return documents
 
 
-def print_judged(steps: Sequence[Mapping[str, Any]], any_spike: bool) -> None:
-    """Print which steps were compared with earlier ones, and how."""
-    needed = f"a comparison needs {ENOUGH} earlier steps"
-    if len(steps) <= ENOUGH:
-        print(f"no step of {len(steps)} can be judged: {needed}")
-        return
-    if not any_spike:
-        before = min(WINDOW, len(steps) - 1)
-        print(
-            f"no spike in {counted(len(steps), 'step')}: no loss or gradient norm is {OUTLIER} robust standard "
-            f"deviations above the median of the steps before it (at least {ENOUGH}, at most {before})"
-        )
-    last = steps[ENOUGH - 1]["step"]
-    print(f"not judged: steps {steps[0]['step']:,} to {last:,}; {needed}")
-    if any_spike:
-        print(
-            f"steps with a loss or gradient norm at least {OUTLIER} robust deviations above earlier steps:"
-        )
+def print_judged(num_steps: int, num_spikes: int) -> None:
+    """Print how many steps stand out, and how steps are compared."""
+    print(
+        f"{num_spikes} of {counted(num_steps, 'step')} listed: loss or gradient norm at least {OUTLIER} robust "
+        f"deviations above the median of the {ENOUGH} to {WINDOW} steps before; the first {ENOUGH} are not judged"
+    )
 
 
 def print_spikes(opened: Opened, top: int, *, as_json: bool) -> None:
@@ -151,7 +139,7 @@ def print_spikes(opened: Opened, top: int, *, as_json: bool) -> None:
     highest = np.argsort(-height, kind="stable")[:top].tolist()
     spikes = [i for i in highest if height[i] >= OUTLIER]
     if not as_json:
-        print_judged(steps, any_spike=bool(spikes))
+        print_judged(len(steps), len(spikes))
     recorded = True
     for i in spikes:
         step = steps[i]["step"]

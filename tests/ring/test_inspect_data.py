@@ -1063,11 +1063,7 @@ def log_again(step, **changed):
 
 def test_spikes_lists_the_steps_that_stand_out_and_their_rows(killed):
     out = run("spikes", "text")
-    assert "not judged: steps 0 to 15; a comparison needs 16 earlier steps" in out
-    assert (
-        "no spike in 24 steps: " in out
-        and "of the steps before it (at least 16, at most 23)" in out
-    )
+    assert out.startswith("0 of 24 steps listed: ") and "the first 16 are not judged" in out
     kept = RowLosses(training.run_dir("text"), num_rows=8, T=training.T)
     nats, live = kept.read(20)
     nats[5] *= 4
@@ -1089,9 +1085,8 @@ def test_spikes_lists_the_steps_that_stand_out_and_their_rows(killed):
     ]
     assert len(json_lines("spikes", "text", "--top=1", "--json")) == 1
     out = run("spikes", "text")
-    assert "not judged: steps 0 to 15" in out
+    assert out.startswith("2 of 24 steps listed: ")
     assert "step 20: loss 9 (" in out and worst["documents"][0]["document"] in out
-    assert "at least 4 robust deviations above earlier steps:\nstep " in out
 
 
 @pytest.mark.parametrize("high, may_be_weights", [([5], False), (range(8), True)])
@@ -1120,17 +1115,7 @@ def test_a_step_without_targets_is_no_spike(killed):
     assert [spike["step"] for spike in json_lines("spikes", "text", "--json")] == [20]
     with open(training.log_file("text"), "a") as log:
         log.write(json.dumps({"event": "skipped", "step": 20, "why": "empty"}) + "\n")
-    assert "no spike in 23 steps" in run("spikes", "text")
-
-
-@pytest.mark.parametrize("kept", [1, 16])
-def test_a_short_run_has_no_step_to_judge(killed, kept):
-    """Regression: "not judged: steps 0 to 0"."""
-    lines = training.log_file("text").read_text().splitlines(keepends=True)
-    first = [line for line in lines if json.loads(line)["step"] < kept]
-    training.log_file("text").write_text("".join(first))
-    out = run("spikes", "text")
-    assert f"no step of {kept} can be judged" in out and "steps 0 to" not in out
+    assert run("spikes", "text").startswith("0 of 23 steps listed")
 
 
 def test_a_spike_of_one_number_says_that_the_other_is_below_earlier_steps(capsys):

@@ -11,7 +11,6 @@ A version is whatever tells two states of a file apart: the ETag of an object, t
 in a folder.
 """
 
-import errno
 import fcntl
 import io
 import os
@@ -111,13 +110,10 @@ class Folder:
 
     def _explained(self, e: OSError) -> OSError:
         """The error with the folder and what to do."""
-        if e.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-            remedy = "allow writing there, or name another folder"
-        elif e.errno in (errno.ENOSPC, errno.EDQUOT):
-            remedy = "free some space there"
-        else:
-            remedy = "check the folder and its disk"
-        sentence = f"{self.where}: cannot be written ({reason_of(e)}); {remedy}"
+        sentence = (
+            f"{self.where}: cannot be written ({reason_of(e)}); allow writing there, free some space, or name "
+            f"another folder"
+        )
         kind = PermissionError if isinstance(e, PermissionError) else OSError
         return kind(sentence)
 

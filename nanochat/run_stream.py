@@ -21,11 +21,9 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from nanochat import run_history
 from nanochat.dataloader import StepLayout
 from nanochat.pins import is_prepared
 from nanochat.rows import Row
-from nanochat.run_dir import is_run_dir
 from nanochat.run_reader import RunReader
 from nanochat.sources import Place, RunData
 from nanochat.start_run import open_run
@@ -65,15 +63,6 @@ class Opened:
         manifests = self.data.manifests["train"].values()
         return any(is_prepared(entry) for manifest in manifests for entry in manifest["files"])
 
-    def _who_took(self, step: int) -> str:
-        """Which run took a step before this run began, in words."""
-        if not is_run_dir(self.run.run_dir):  # a receipt
-            return "ask the run that it continues"
-        stretches = run_history.history_of(self.run)
-        owner = max(stretches, key=lambda stretch: (stretch.first <= step, stretch.first))
-        gone = ", which is not here" if owner.run is None else ""
-        return f"ask {owner.name}{gone}, whose step {step} it continues"
-
     def pack(self, stream: AnyStream, step: int) -> list[Row]:
         """The rows of a step, from a stream that stands before it. ValueError if there are too few."""
         rows = stream.next_rows(self.rows_per_lane)
@@ -110,7 +99,7 @@ class Opened:
         `checked`: see `take`."""
         if step < self.first_step:
             raise ValueError(
-                f"step {step}: {self.run.name} begins with step {self.first_step}; {self._who_took(step)}"
+                f"step {step}: {self.run.name} begins with step {self.first_step}; ask the run that it continues"
             )
         saved = self.run.nearest_cursors(step)
         done, cursors = saved or (self.first_step, self.begin)

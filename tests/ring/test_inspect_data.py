@@ -600,7 +600,7 @@ def test_a_document_is_found_in_the_rows_that_a_run_and_its_ancestors_trained_on
     out = run("find", "child", "--text=e")
     assert "the run or text (steps 0 to 14) trained on " in out
     err = command(inspect_data.main, "rows", "child", "--step=3").err
-    assert "ask text, whose step 3 it continues" in err
+    assert "ask the run that it continues" in err
     run("rows", "child", f"--step={STEPS}")
     assert f"step {STEPS} is computed from the data: no launch has trained it" in caplog.text
     monkeypatch.setattr(RunReader, "parent_dir", None)

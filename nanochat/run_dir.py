@@ -272,8 +272,7 @@ def setting_texts(values: Sequence[object]) -> list[str]:
 
 
 def around_difference(texts: Sequence[str]) -> list[str]:
-    """Texts that differ, of which only a part that differs is left if they are long. It begins with a
-    whole phrase if one begins near the difference."""
+    """Texts that differ, of which only a part that differs is left if they are long."""
     if max(map(len, texts)) <= WIDEST:
         return [*texts]
     same = 0
@@ -282,9 +281,6 @@ def around_difference(texts: Sequence[str]) -> list[str]:
             break
         same += 1
     begin = max(0, same - WIDEST // 2)
-    if begin:
-        phrases = [match.end() for match in re.finditer("[;,] ", texts[0][:same])]
-        begin = max([begin, *phrases])
     parts = []
     for text in texts:
         part = text[begin : begin + WIDEST]

@@ -821,37 +821,19 @@ def ledger_table(
     if errors:
         buckets = ", ".join(f"{name} by {tokens:,}" for name, tokens in errors.items())
         verdict = f"IT DOES NOT BALANCE ({law}): off in {buckets}."
-    # rows that no packer made of documents: they are samples of another order
-    has_rows = any(account["rows"] for account in accounts.values())
-    has_samples = has_rows and not any(account["documents"] for account in accounts.values())
-    columns = [name for name in LEDGER if name != "documents" or not has_samples]
     rows = []
     for bucket, account in accounts.items():
         cropped = f"{100 * token_share(account, 'cropped'):.2f}"
-        rows.append((bucket, *(account[name] for name in columns), cropped))
-    read = (
-        "'documents': number of those that a packer took\n"
-        "in; 'read': their tokens, before any of them is in a row. "
-        "'bos': inserted tokens; 'repeated': the overlap of windows;\n"
-    )
-    epochs = (
-        "the highest that a lane reads, from 0; with fewer documents than lanes, "
-        "some begin with a later one"
-    )
-    if has_samples:
-        read = (
-            "'read': all of a sample but its last token,\n"
-            "which the next sample begins with; 'repeated': that token; 'bos': inserted tokens;\n"
-        )
-        epochs = "'read' holds the tokens of the bucket so many times"
+        rows.append((bucket, *(account[name] for name in LEDGER), cropped))
     text = (
         f"Ledger after {step:,} steps, in tokens. {verdict}\n"
-        f"A row has T + 1 = {T + 1:,} tokens, because inputs and targets overlap. {read}"
-        f"'emitted': in rows; 'cropped': dropped; 'pending': not in rows yet; "
-        f"'padded': in rows, of no document. 'rows': packed;\n"
-        f"'epochs': {epochs};\n"
-        f"'cropped %': share of emitted + cropped."
+        f"A row has T + 1 = {T + 1:,} tokens, because inputs and targets overlap. 'documents': number of those\n"
+        f"that a packer took in, 0 in an order of samples; 'read': their tokens, before any of them is in a row.\n"
+        f"'bos': inserted tokens; 'repeated': those that an earlier row holds, too; 'emitted': in rows; 'cropped':\n"
+        f"dropped; 'pending': not in rows yet; 'padded': in rows, of no document. 'rows': packed; 'epochs': the\n"
+        f"number, from 0, of the pass that the lane furthest ahead reads; with fewer documents than lanes, some begin\n"
+        f"with a later one. 'cropped %': share of emitted + cropped."
     )
     if note:
         text += f"\n{note}"
-    return text, ("bucket", *columns, "cropped %"), rows
+    return text, ("bucket", *LEDGER, "cropped %"), rows

@@ -48,7 +48,7 @@ from nanochat.order import Joined, StreamConfig, open_order
 from nanochat.plan import Lengths, Rehearsal
 from nanochat.reduce import lay_out
 from nanochat.rows import Document
-from nanochat.run_dir import find_run, keep_cursors, pack_cursors, read_cursors, read_log
+from nanochat.run_dir import find_run, iter_log, keep_cursors, pack_cursors, read_cursors
 from nanochat.run_reader import RunReader
 from nanochat.spikes import limits, remember
 from nanochat.stream import Stream
@@ -284,7 +284,7 @@ def parameters(num: int, work: Path) -> Costs:
 
 def write_long_log(log: Path, num: int) -> None:
     """Continue a log up to step number `num` - 1, by its last step."""
-    records = [record for record in read_log(log) if record.get("event") != "completed"]
+    records = [record for record in iter_log(log) if record.get("event") != "completed"]
     last = [record for record in records if "event" not in record][-1]
     with open(log, "w") as f:
         for record in records:

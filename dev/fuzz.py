@@ -575,7 +575,7 @@ READERS: dict[str, Reader] = {
     "stop": Reader(read_stop, (f"{RUN}/.run_state.json",)),
     "owner": Reader(lambda base, _: run_owner.check_free(base / RUN), (f"{RUN}/.owner.json",), 0.3),
     "train.jsonl": Reader(
-        lambda base, _: run_dir.read_log(base / RUN / "logs/train.jsonl"),
+        lambda base, _: list(run_dir.iter_log(base / RUN / "logs/train.jsonl")),
         (f"{RUN}/logs/train.jsonl",),
     ),
     "cursors": Reader(

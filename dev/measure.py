@@ -126,7 +126,7 @@ def in_process(module: str, *flags: str, python: str = sys.executable) -> Any:
 
 def digests_of(base: Path, tag: str, *flags: str) -> list[str]:
     """The batch digests of the four steps of a tiny run on a CPU, in the base directory `base`."""
-    from nanochat.run_dir import read_log
+    from nanochat.run_dir import iter_log
     from scripts import base_train
 
     shape = [
@@ -152,7 +152,7 @@ def digests_of(base: Path, tag: str, *flags: str) -> list[str]:
         base_train.main([*shape, *flags])
     return [
         r["digest"]
-        for r in read_log(base / "runs" / tag / "logs" / "train.jsonl")
+        for r in iter_log(base / "runs" / tag / "logs" / "train.jsonl")
         if "event" not in r
     ]
 

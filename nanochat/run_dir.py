@@ -646,15 +646,6 @@ def iter_log(path: Path, *, containing: bytes = b"") -> Iterator[dict[str, Any]]
                     yield record
 
 
-def read_log(path: Path) -> list[dict[str, Any]]:
-    """The records of a log, in the order of steps: for each step, its last line, then all events
-    with its number."""
-    records = [record for record in iter_log(path) if type(record.get("step")) is int]
-    lines = {record["step"]: record for record in records if is_step(record)}
-    events = [record for record in records if "event" in record]
-    return sorted([*lines.values(), *events], key=lambda record: record["step"])
-
-
 def newest_events(run_dir: Path, step: float) -> dict[str, dict[str, Any]]:
     """{name: newest event of that name} in a run's log, up to `step`; "completed" only if the last
     launch logged it."""

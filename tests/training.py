@@ -36,7 +36,7 @@ import torch
 
 from nanochat import checkpoint as checkpoint_module
 from nanochat.cli import run_main
-from nanochat.run_dir import TrainLog, iter_log, read_log
+from nanochat.run_dir import TrainLog, iter_log
 from nanochat.run_owner import Owner, claim
 from nanochat.run_state import read_state
 from nanochat.run_stop import StopWatch
@@ -481,7 +481,7 @@ def all_steps(tag: str = "run") -> list[dict[str, Any]]:
 
 def steps(tag: str = "run") -> dict[int, dict[str, Any]]:
     """{step: its last line in the log}."""
-    return {record["step"]: record for record in read_log(log_file(tag)) if "event" not in record}
+    return {record["step"]: record for record in all_steps(tag)}
 
 
 def state(tag: str = "run") -> dict[str, Any]:

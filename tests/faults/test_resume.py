@@ -31,7 +31,7 @@ from nanochat import (
 )
 from nanochat.checkpoint import MODEL_NAME, load_checkpoint
 from nanochat.common import Stop
-from nanochat.run_dir import read_log
+from nanochat.run_dir import iter_log
 from nanochat.run_facts import sentences_about
 from nanochat.run_owner import OWNER_NAME
 from nanochat.run_reader import RunReader
@@ -475,7 +475,7 @@ def test_wandb_offline_continues_the_same_run():
     }
     assert wandb_id
     assert len(list((training.run_dir() / "wandb").glob("offline-run-*/*.wandb"))) == 2
-    assert len(read_log(training.log_file())) > 3
+    assert len([*iter_log(training.log_file())]) > 3
 
 
 # ---- a save precedes everything that can fail at the same step -----------------------------------

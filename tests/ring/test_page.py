@@ -14,7 +14,7 @@ import pytest
 
 from nanochat import run_curves
 from nanochat.common import read_json, write_json
-from nanochat.run_dir import RowLosses, keep_cursors, pack_cursors, read_log
+from nanochat.run_dir import RowLosses, iter_log, keep_cursors, pack_cursors
 from nanochat.run_facts import differing_settings, sentences_about
 from nanochat.run_reader import RunReader
 from scripts import page
@@ -154,9 +154,8 @@ def curves(run):
 def test_the_page_draws_the_values_of_the_log(runs, tmp_path):
     text, data = write(runs[:1], tmp_path / "page.html")
     [run] = data["runs"]
-    logged = [
-        record for record in read_log(runs[0] / "logs" / "train.jsonl") if "event" not in record
-    ]
+    records = iter_log(runs[0] / "logs" / "train.jsonl")
+    logged = {record["step"]: record for record in records if "event" not in record}.values()
     found, x = curves(run), run["axes"][0]
     assert run["steps"] == x["steps"] == [*range(STEPS)] and run["digests"] == [
         s["digest"] for s in logged

@@ -11,7 +11,7 @@ import pytest
 from nanochat import plan as plan_module
 from nanochat.common import read_json
 from nanochat.plan import Plan, Sample
-from nanochat.run_dir import PLAN_NAME, read_log
+from nanochat.run_dir import PLAN_NAME, iter_log
 from nanochat.sources import open_source, scan_files
 from nanochat.tokenizer import get_tokenizer
 from scripts import tok_shards, validate
@@ -105,7 +105,7 @@ def test_the_step_at_which_a_bucket_runs_dry_is_the_one_at_which_training_halts(
     )
     assert training.run(**given(workplace, plan="warn")).code == 3
     (halted,) = (
-        r for r in read_log(run_dir() / "logs" / "train.jsonl") if r.get("event") == "halted"
+        r for r in iter_log(run_dir() / "logs" / "train.jsonl") if r.get("event") == "halted"
     )
     assert f"the run halts before step {halted['step']} of 40: lane" in error
     assert (

@@ -29,9 +29,9 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import Any, BinaryIO
 
 from nanochat.common import Stop, make_folder, parse_json, reason_of
 from nanochat.run_dir import finite, open_regular, set_aside
@@ -248,12 +248,6 @@ def exit_code(run_dir: Path, state: Mapping[str, Any]) -> int:
     ]
 
 
-class LookForRequest(Protocol):
-    """See `RunState`."""
-
-    def __call__(self, run_dir: Path, *, has_stopped: bool = False) -> None: ...
-
-
 class RunState(Sink):
     """Rank 0's writer of the state, the last sink of its journal.
 
@@ -268,7 +262,7 @@ class RunState(Sink):
         self,
         owner: Owner,
         ranks: Sequence[dict[str, Any]],
-        look_for_request: LookForRequest = lambda run_dir, *, has_stopped=False: None,
+        look_for_request: Callable[..., None] = lambda run_dir, *, has_stopped=False: None,
         **news: object,
     ) -> None:
         self.owner = owner

@@ -359,25 +359,18 @@ def shorten(text: str) -> str:
 
 @contextlib.contextmanager
 def explain_out_of_memory(start: Start, device: torch.device) -> Iterator[None]:
-    """Context manager: running out of GPU memory becomes a ValueError with the estimate, the peak,
-    the settings to change, and the newest checkpoint."""
+    """Context manager: running out of GPU memory becomes a ValueError with the estimate, the peak
+    and the settings to change."""
     try:
         yield
     except torch.OutOfMemoryError as e:
         settings = start.settings
-        peak = peak_memory(device)
         snapshot = write_memory(start.run_dir, get_dist_info()[1])
         room = device_memory(device, settings.world_size)
         estimate = sum(estimate_memory(settings, room).values())
-        figures = f"the estimate was {estimate / 1e9:,.1f} GB" + (
-            f", the peak {peak / 1e9:,.1f} GB" if peak else ""
-        )
-        kept = next(
-            (f"{path.name} is kept" for path in list_checkpoints(start.run_dir)),
-            "nothing is saved yet",
-        )
+        peak = peak_memory(device) or 0
         raise ValueError(
-            f"out of GPU memory: {figures}; {kept}. Lower --device-batch-size (now "
-            f"{settings.device_batch_size}), or add --activation-checkpointing, and run the "
+            f"out of GPU memory: the estimate was {estimate / 1e9:,.1f} GB, the peak {peak / 1e9:,.1f} GB. Lower "
+            f"--device-batch-size (now {settings.device_batch_size}), or add --activation-checkpointing, and run the "
             f"command again{but_resume(vars(settings))} ({str(e).partition(chr(10))[0][:200]}){snapshot}"
         ) from e

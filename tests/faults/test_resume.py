@@ -695,7 +695,7 @@ def test_running_out_of_gpu_memory_is_explained_and_keeps_the_last_save(monkeypa
         patch.setattr(run_summary, "peak_memory", lambda device: 7_000_000_000, raising=False)
         error = refuse(**SHORT)
     assert re.search(
-        r"out of GPU memory: the estimate was \d+\.\d GB, the peak 7.0 GB; final is kept.*"
+        r"out of GPU memory: the estimate was \d+\.\d GB, the peak 7.0 GB\. .*"
         r"--device-batch-size \(now 4\).*--activation-checkpointing",
         error,
     ), error

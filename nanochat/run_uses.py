@@ -273,7 +273,7 @@ class Lineage(NamedTuple):
 
 
 def lineage(opened: Opened) -> Lineage:
-    """The run and, of a fork, its ancestors. Warns of training that cannot be searched."""
+    """The run and, of a fork, its ancestors."""
     spans: list[Span] = []
     gaps: list[str] = []
     searched: set[tuple[str, str]] = set()
@@ -293,25 +293,17 @@ def lineage(opened: Opened) -> Lineage:
 
 def _open_parent(opened: Opened, gaps: list[str]) -> Opened | None:
     """The parent of a fork, if the fork continues some of its steps. Adds what cannot be searched to
-    `gaps`, with a warning."""
+    `gaps`, and warns of files that cannot be read."""
     run = opened.run
     if run.begun_with:
         gaps.append(
             f"what the first weights of {run.name} learned, which are from {run.begun_with}"
-        )
-        log.warning(
-            "%s began with the weights of %s, whose data is not searched", run.name, run.begun_with
         )
     if run.fork is None or run.fork.step == 0:
         return None
     steps = f"steps 0 to {run.fork.step - 1:,} ({run.name} continues {run.fork.place}"
     if run.parent_dir is None:
         gaps.append(f"{steps}, which was not found)")
-        log.warning(
-            "%s is a fork of %s, which is not here: its steps are not searched",
-            run.name,
-            run.fork.place,
-        )
         return None
     try:
         return open_stream_of(run.parent_dir, opened.moved_to)

@@ -281,7 +281,7 @@ def test_a_step_that_was_not_applied_taught_nothing(checked, copied):
     assert left == [use for use in uses if use["step"] != step]
 
 
-def test_a_fork_has_seen_what_its_parent_had_before(checked, copied, caplog):
+def test_a_fork_has_seen_what_its_parent_had_before(checked, copied):
     _, items, lines = checked
     file = write_items(copied / "items.jsonl", items, "question")
     words = {"fork_from": "run@4", "model_tag": "child"}
@@ -293,7 +293,7 @@ def test_a_fork_has_seen_what_its_parent_had_before(checked, copied, caplog):
     orphan = json_lines("find", "child", *flags)
     uses = [use for item in orphan[:-1] for d in item["documents"] for use in d["uses"]]
     assert uses and min(use["step"] for use in uses) >= 4
-    assert "is a fork of run@4, which is not here" in caplog.text
+    assert "which was not found" in orphan[-1]["not_searched"][0]
 
 
 def test_validation_text_in_parquet_is_a_benchmark(finished, copied, tmp_path):

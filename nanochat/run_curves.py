@@ -279,8 +279,7 @@ def point_series(run: RunReader) -> Iterator[Curve]:
 def row_tenths(run: RunReader, step: int) -> tuple[float, float] | None:
     """The 10th and 90th percentile of the row losses of a step, in nats per token.
 
-    None without finite ones. FileNotFoundError if the step has none: older versions could leave
-    them out.
+    None without finite ones. FileNotFoundError if the step has none.
     """
     nats, live = run.row_losses.read(step)
     trained = live > 0

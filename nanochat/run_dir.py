@@ -800,8 +800,7 @@ class RowLosses:
                 data = f.read(self.size)
         if len(data) < self.size or not any(data):
             raise FileNotFoundError(
-                f"no row losses for step {step}: the run has not trained that step, or did so "
-                f"with --no-row-losses, a flag of older versions ({path.parent})"
+                f"no row losses for step {step}: the run has not trained that step, or its {path.parent} is gone"
             )
         if data[:4] != _checksum(step, data[4:]):
             raise ValueError(

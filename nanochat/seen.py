@@ -15,7 +15,7 @@ model card names the items that were seen before its own step.
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, NotRequired, TypedDict
+from typing import NamedTuple, TypedDict
 
 from tqdm import tqdm
 
@@ -229,8 +229,7 @@ class TaskResult(TypedDict):
     items: int
     not_looked_for: int
     found: list[FoundItem]
-    # which training behind the run's weights could not be searched; older versions do not say
-    not_searched: NotRequired[list[str]]
+    not_searched: list[str]  # which training behind the run's weights could not be searched
 
 
 RESULT = {
@@ -239,7 +238,7 @@ RESULT = {
     "found": [
         {"line": int, "documents": [{"split": str, "without": bool, "uses": [{"step": int}]}]}
     ],
-    "not_searched": list | object,  # object: may be missing (older versions)
+    "not_searched": [str],
 }
 
 
@@ -409,7 +408,7 @@ def gap_sentences(results: Mapping[str, TaskResult]) -> list[str]:
     """A sentence about the training that results do not cover; none if they cover all of it."""
     gaps: dict[str, None] = {}
     for result in results.values():
-        gaps |= dict.fromkeys(result.get("not_searched", []))
+        gaps |= dict.fromkeys(result["not_searched"])
     if not gaps:
         return []
     return [f"Not searched, so items may have been seen there: {'; '.join(gaps)}."]

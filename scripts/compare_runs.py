@@ -614,9 +614,8 @@ def versions_of(run: RunReader) -> dict[str, str]:
     values: dict[str, dict[str, None]] = {}
     for launch in run.launches:
         for name in ("code", *VERSIONS):
-            if name in launch.started:  # older logs lack some
-                distinct = values.setdefault(name, {})
-                distinct[show(launch.started[name])] = None
+            distinct = values.setdefault(name, {})
+            distinct[show(launch.started.get(name))] = None
     return {name: ", then ".join(distinct) for name, distinct in values.items()}
 
 
@@ -625,7 +624,7 @@ def differing_versions(a: RunReader, b: RunReader) -> list[tuple[str, str, str]]
     ours, theirs = versions_of(a), versions_of(b)
     rows = []
     for name, value in ours.items():
-        if name in theirs and theirs[name] != value:
+        if theirs.get(name, value) != value:
             rows.append((name, value, theirs[name]))
     return rows
 

@@ -120,8 +120,6 @@ def cells(run: dict[str, Any]) -> dict[str, Any]:
     bpb, bpb_step = run["val_bpb"], run.get("val_step")
     if bpb is not None and bpb_step is not None:
         bpb = f"{show(Bits(bpb))} at step {bpb_step:,}"
-    elif run["fork"] is not None:
-        bpb = None  # its parent's, in the state of a fork that older code began
     return {
         "run": Path(run["run"]).name,
         "state": run["shown"],

@@ -1145,7 +1145,7 @@ def test_corrupt_or_missing_losses_are_one_sentence(killed, caplog):
     assert corrupt in caplog.text
     file.unlink()
     outcome = command(inspect_data.main, *by_loss)
-    assert outcome.code == 1 and "or did so with --no-row-losses" in outcome.err
+    assert outcome.code == 1 and "has not trained that step" in outcome.err
     log_again(20, loss=9.0)
     [spike] = json_lines("spikes", "text", "--json")
     assert (

@@ -353,21 +353,25 @@ def made_of(seal: Mapping[str, Any]) -> str:
     return f"the mean of {len(averaged)} checkpoints of {run}"
 
 
+def read_seals(run_dir: Path) -> dict[str, dict[str, Any]]:
+    """{name: seal} of a run's checkpoints, without a look at their checksums. Those that cannot be read,
+    as after a copy that was interrupted, are left out: no launch resumes from them."""
+    seals = {}
+    for name, path in checkpoint_folders(run_dir).items():
+        file = path / "trainer_state.json"
+        with contextlib.suppress(OSError, ValueError):
+            written = read_json(file, {"step": int, "files": dict})
+            seal = {"averaged": [], "model_code": {}, **written}
+            check_shape(seal, {"averaged": [str], "model_code": dict}, file)
+            check_shape(seal["model_code"], dict.fromkeys(seal["model_code"], str), file)
+            seals[name] = seal
+    return seals
+
+
 def run_made_of(run_dir: Path) -> str:
     """What the weights of a run's checkpoints are, if no training saved them (see `made_of`); else "",
-    also without checkpoints, or if one cannot be read."""
-    found = ""
-    for path in checkpoint_folders(run_dir).values():
-        file = path / "trainer_state.json"
-        try:
-            seal = {"averaged": [], **read_json(file, {"files": dict})}
-            check_shape(seal, {"averaged": [str]}, file)
-        except (OSError, ValueError):
-            return ""
-        found = made_of(seal)
-        if not found:
-            return ""
-    return found
+    also without checkpoints."""
+    return min(map(made_of, read_seals(run_dir).values()), default="")
 
 
 def delete_checkpoint(path: Path) -> None:

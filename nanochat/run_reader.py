@@ -36,13 +36,13 @@ from nanochat.run_dir import (
     PLAN_NAME,
     Fork,
     RowLosses,
-    checkpoint_folders,
     cursor_files,
     find_run_at,
     is_step,
     iter_log,
     read_config,
     read_cursors,
+    read_seals,
     run_made_of,
 )
 from nanochat.run_owner import exit_code, liveness
@@ -221,21 +221,11 @@ class RunReader:
         newest launch; if no launch has logged it, that of the newest checkpoint."""
         left = [launch for launch in self.launches if launch.has_steps]
         logged = [launch.model_code for launch in left or self.launches[-1:] if launch.model_code]
-        return logged or [self._newest_seal.get("model_code", {})]
-
-    @cached_property
-    def _newest_seal(self) -> dict[str, Any]:
-        """trainer_state.json of the newest checkpoint; empty if there is none, or it cannot be read."""
+        if logged:
+            return logged
+        seals = read_seals(self.run_dir)
         newest = self.newest_checkpoint()
-        if newest is None:
-            return {}
-        path = checkpoint_folders(self.run_dir)[newest] / "trainer_state.json"
-        with contextlib.suppress(OSError, ValueError):  # it cannot be read
-            seal = {"model_code": {}, **read_json(path, {"files": dict})}
-            code = seal["model_code"]
-            check_shape(seal, {"model_code": dict.fromkeys(code, str)}, path)
-            return seal
-        return {}
+        return [seals[newest]["model_code"] if newest in seals else {}]
 
     @property
     def typed(self) -> list[str]:
@@ -690,14 +680,8 @@ class RunReader:
         return _newest(self._checkpoints())
 
     def _checkpoints(self) -> dict[str, int]:
-        """{name of a checkpoint: the step in its seal}, without those whose seal cannot be read, as
-        after a copy that was interrupted: no launch resumes from them."""
-        steps = {}
-        for name, path in checkpoint_folders(self.run_dir).items():
-            with contextlib.suppress(OSError, ValueError):
-                seal = read_json(path / "trainer_state.json", {"step": int})
-                steps[name] = seal["step"]
-        return steps
+        """{name of a checkpoint: the step in its seal}."""
+        return {name: seal["step"] for name, seal in read_seals(self.run_dir).items()}
 
     # ---- the current state ----
 

@@ -118,7 +118,7 @@ def fake_checkpoint(run, name, step):
     """A checkpoint of which only the seal is there."""
     folder = run / "checkpoints" / name
     folder.mkdir(parents=True)
-    write_json(folder / "trainer_state.json", {"step": step})
+    write_json(folder / "trainer_state.json", {"step": step, "files": {}})
     return folder
 
 

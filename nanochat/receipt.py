@@ -189,7 +189,7 @@ def horizons_of(launches: Sequence[Launch]) -> list[list[Any]]:
 
 
 def seals_of(run: RunReader, steps: int) -> dict[str, str]:
-    """{step: checksum of its seal} of the run's checkpoints up to a step."""
+    """{step: checksum of its seal} of the run's good checkpoints up to a step."""
     seals = {}
     for path in reversed(list_checkpoints(run.run_dir)):
         with contextlib.suppress(OSError, ValueError):  # a damaged one commits to nothing

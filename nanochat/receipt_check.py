@@ -6,7 +6,6 @@ Checks of a receipt: of its rows against the data, and of its weights against th
                       those of the receipt; scripts.replay then compares every bit of the weights
 """
 
-import contextlib
 import itertools
 import json
 import random
@@ -16,9 +15,15 @@ from typing import Any, NamedTuple
 
 from tqdm import tqdm
 
-from nanochat.checkpoint import list_checkpoints, read_seal
 from nanochat.config import Settings, changes_of
-from nanochat.receipt import horizons_of, next_link, open_receipt, read_receipt, training_settings
+from nanochat.receipt import (
+    horizons_of,
+    next_link,
+    open_receipt,
+    read_receipt,
+    seals_of,
+    training_settings,
+)
 from nanochat.run_dir import CONFIG_NAME, find_run
 from nanochat.run_reader import RunReader
 from nanochat.run_stream import step_digests
@@ -149,11 +154,7 @@ def choose_stretches(
     of all steps, drawn at random, or those that overlap A:B. ValueError if a checkpoint is gone or
     is not the one of the receipt."""
     seals = {int(step): checksum for step, checksum in receipt["checkpoints"].items()}
-    present = {}
-    for folder in reversed(list_checkpoints(run.run_dir)):
-        with contextlib.suppress(OSError, ValueError):
-            seal = read_seal(folder)
-            present[seal["step"]] = seal["checksum"]
+    present = seals_of(run, receipt["steps"])
     edges = sorted({run.first_step, *seals})
     stretches = [range(first, stop) for first, stop in itertools.pairwise(edges)]
     if not stretches:
@@ -174,8 +175,8 @@ def choose_stretches(
                 f"steps between two of them"
             )
     for step in sorted({edge for s in stretches for edge in (s.start, s.stop)}):
-        if step in seals and present.get(step) != seals[step]:
-            what = "is not the one of the receipt" if step in present else "is gone"
+        if step in seals and present.get(str(step)) != seals[step]:
+            what = "is not the one of the receipt" if str(step) in present else "is gone"
             raise ValueError(
                 f"{path}: the checkpoint of step {step} {what}; restore it, or replay other steps with "
                 f"--replay=A:B"

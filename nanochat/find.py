@@ -141,18 +141,6 @@ class History:
             yield of_epoch
             is_ahead = of_epoch.expected is not None
 
-    def _reached(self, lane: int, bucket: str, step: int) -> tuple[int, int] | None:
-        """(epoch, place) that a lane had reached in a bucket at a save.
-
-        None at the beginning of the data.
-        """
-        _, cursors = self.nearest_cursors(step)
-        for cursor in cursors or ():
-            feed = cursor["buckets"].get(bucket)
-            if cursor["lane"] == lane and feed is not None:
-                return feed["epoch"], feed["place"]
-        return None
-
     def _pass(self, document: DocumentPlace, epoch: int, order: Order) -> Pass:
         """The uses of a document in one epoch.
 
@@ -163,8 +151,8 @@ class History:
 
         # the last save at which the lane had not yet passed the document's place
         def has_passed(step: int) -> bool:
-            reached = self._reached(lane, document.bucket, step) or beginning
-            return reached > (epoch, place)
+            _, cursors = self.nearest_cursors(step)
+            return _positions(cursors).get((lane, document.bucket), beginning) > (epoch, place)
 
         behind = bisect_left(self.saves, True, key=has_passed)
         step, cursors = self.nearest_cursors(self.saves[max(0, behind - 1)])

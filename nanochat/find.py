@@ -155,13 +155,7 @@ class History:
             return _positions(cursors).get((lane, document.bucket), beginning) > (epoch, place)
 
         behind = bisect_left(self.saves, True, key=has_passed)
-        step, cursors = self.nearest_cursors(self.saves[max(0, behind - 1)])
-        mine = None
-        if cursors is not None:
-            mine = [cursor for cursor in cursors if cursor["lane"] == lane]
-        stream = Stream(
-            self.config, self.sources, [lane], tokenizer=self.tokenizer, cursors=mine, drop_dry=True
-        )
+        step, stream = self._open([lane], self.saves[max(0, behind - 1)])
         with closing(stream):
             feed = stream.feeds[document.bucket][lane]
             key = DocumentKey(epoch, document.group, document.number)
@@ -176,6 +170,17 @@ class History:
             first = total_read(order, lane, epoch, place) - read
             expected = self._expected(stream, document.bucket, first)
             return Pass(epoch, lane, uses, 0, expected=expected)
+
+    def _open(self, lanes: Sequence[int], step: int) -> tuple[int, Stream]:
+        """(step of the newest save at or before a step, the stream of some lanes from there on)."""
+        saved, cursors = self.nearest_cursors(step)
+        mine = None
+        if cursors is not None:
+            mine = [cursor for cursor in cursors if cursor["lane"] in lanes]
+        stream = Stream(
+            self.config, self.sources, lanes, tokenizer=self.tokenizer, cursors=mine, drop_dry=True
+        )
+        return saved, stream
 
     def _uses(
         self, stream: Stream, bucket: str, key: DocumentKey, place: int, step: int
@@ -294,13 +299,7 @@ class History:
         `end`."""
         if not lanes:
             return
-        _, cursors = self.nearest_cursors(begin)
-        mine = None
-        if cursors is not None:
-            mine = [cursor for cursor in cursors if cursor["lane"] in lanes]
-        stream = Stream(
-            self.config, self.sources, lanes, tokenizer=self.tokenizer, cursors=mine, drop_dry=True
-        )
+        _, stream = self._open(lanes, begin)
         with closing(stream):
             for step in range(begin, end):
                 of_lane = itertools.groupby(stream.next_rows(self.rows_per_lane), lane_of)

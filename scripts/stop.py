@@ -128,19 +128,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     request_stop(run_dir)
     reader = RunReader(run_dir)
     run = reader.status()
-    is_alive = run["liveness"] == "alive"
-    is_starting = not is_alive and is_active(reader)
-    if run["status"] is None and (args.force or not is_starting):
+    active = is_active(reader)
+    if run["status"] is None and (args.force or not active):
         raise ValueError(
             f"asked {run_dir.name} to stop, but its processes are unknown: {run['reason']}"
         )
-    if is_starting:
+    if active:
         print(
-            f"asked {run_dir.name} to stop: its launch is starting, and stops as soon as it has",
+            f"asked {run_dir.name} to stop: it saves after the current step, or stops as soon as it has started",
             flush=True,
         )
-    elif is_alive:
-        print(f"asked {run_dir.name} to stop: it saves after the current step", flush=True)
     elif not args.force:
         print(
             f"{run_dir.name} is not active; a launch that is starting now stops as soon as it has "

@@ -79,6 +79,18 @@ SERIES = {
     "buckets": "validation results",
 }
 SMOOTH = "smooth_loss"
+# series that show at which stage of a step two histories differ
+SIGNS = {
+    SERIES["digest"]: (Stage.ROWS, "digest"),
+    SERIES["loss"]: (Stage.LOSS, "loss"),
+    SERIES["grad_norm"]: (Stage.GRADIENT, "gradient norm"),
+}
+# where a change acts in a step, and the step after it
+PLACES = {
+    Stage.ROWS: "on the rows of step {:,}",
+    Stage.LOSS: "within step {:,}",
+    Stage.UPDATE: "on the update of step {:,}, so on the loss of step {:,}",
+}
 CPU_CAUSE = (
     "cause: the processors differ, and another instruction set rounds differently. That alone changes losses "
     "and weights; docs/exactness.md tells how to pin it"
@@ -453,31 +465,20 @@ def first_sign(parts: Sequence[Part]) -> Sign | None:
     """The first difference in rows, losses, gradient norms or weights."""
     signs = []
     for part in parts:
-        step = part.first
-        if step is None:
-            continue
-        if part.kind == "checkpoint":
-            signs.append(Sign(step - 1, Stage.UPDATE, f"the weights after {step:,} steps"))
-        elif part.name == SERIES["digest"]:
-            signs.append(Sign(step, Stage.ROWS, f"the digest of step {step:,}"))
-        elif part.name == SERIES["loss"]:
-            signs.append(Sign(step, Stage.LOSS, f"the loss of step {step:,}"))
-        elif part.name == SERIES["grad_norm"]:
-            signs.append(Sign(step, Stage.GRADIENT, f"the gradient norm of step {step:,}"))
+        if part.first is not None and part.kind == "checkpoint":
+            text = f"the weights after {part.first:,} steps"
+            signs.append(Sign(part.first - 1, Stage.UPDATE, text))
+        elif part.first is not None and part.name in SIGNS:
+            stage, what = SIGNS[part.name]
+            signs.append(Sign(part.first, stage, f"the {what} of step {part.first:,}"))
     return min(signs, default=None)
 
 
 def effect_text(effect: Effect) -> str:
     """Where a change acts, in words."""
     verb = "act" if len(effect.names) > 1 else "acts"
-    names = f"{' and '.join(effect.names)} {verb}"
-    step = effect.step
-    if effect.stage is Stage.ROWS:
-        text = f"{names} on the rows of step {step:,}"
-        return text + " at the earliest" * effect.may_be_later
-    if effect.stage is Stage.UPDATE:
-        return f"{names} on the update of step {step:,}, so on the loss of step {step + 1:,}"
-    return f"{names} within step {step:,}" + " at the earliest" * effect.may_be_later
+    where = PLACES[effect.stage].format(effect.step, effect.step + 1)
+    return f"{' and '.join(effect.names)} {verb} {where}" + " at the earliest" * effect.may_be_later
 
 
 def merged(effects: Sequence[Effect]) -> Effect:

@@ -395,11 +395,10 @@ def summarize(parts: list[Part], notes: list[str]) -> tuple[bool, str]:
     if not differing:
         equal = []
         for part in parts:
-            if part.name in ("digests", "losses"):
-                equal.append(f"{part.compared:,} {part.name}")
-        for part in parts:
             if part.kind == "checkpoint":
                 equal.append(f"{part.name} ({part.compared:,} values)")
+            elif part.name in ("digests", "losses"):
+                equal.append(f"{part.compared:,} {part.name}")
         return True, f"equal bit for bit: {', '.join(equal)}{end}"
 
     gaps: list[Gap] = []
@@ -633,19 +632,24 @@ def differing_versions(a: RunReader, b: RunReader) -> list[tuple[str, str, str]]
 # ---- the command --------------------------------------------------------------------------------
 
 
-def curve(side: Side, name: str) -> dict[int, float]:
-    """{tokens trained on: value} of the smoothed loss ("loss") or of validation results ("bpb")."""
-    log = side.log
-    values = log.get(name, {})
-    if name == "loss":  # the loss of step s is known after s + 1 steps
-        smoothed = log.get(SMOOTH, values)
-        values = {step + 1: value for step, value in smoothed.items()}
+def tokens_at(side: Side) -> dict[int, int]:
+    """{steps done: tokens trained on}, as far as a side knows it."""
     tokens = {0: 0}
     fork = side.run.fork if side.run else None
     if fork is not None:  # its log begins with the step after these
         tokens[fork.step] = fork.tokens
-    for step, count in log.get("tokens", {}).items():
+    for step, count in side.log.get("tokens", {}).items():
         tokens[step + 1] = count
+    return tokens
+
+
+def curve(side: Side, name: str) -> dict[int, float]:
+    """{tokens trained on: value} of the smoothed loss ("loss") or of validation results ("bpb")."""
+    values = side.log.get(name, {})
+    if name == "loss":  # the loss of step s is known after s + 1 steps
+        smoothed = side.log.get(SMOOTH, values)
+        values = {step + 1: value for step, value in smoothed.items()}
+    tokens = tokens_at(side)
     points = {}
     for step, value in sorted(values.items()):
         if step in tokens and value is not None:
@@ -654,21 +658,15 @@ def curve(side: Side, name: str) -> dict[int, float]:
 
 
 def first_mark(side: Side) -> int:
-    """The number of tokens with which a side's log begins: 0, or for a fork where it forked."""
-    begins = {0: 0}
-    fork = side.run.fork if side.run else None
-    if fork is not None:
-        begins[fork.step] = fork.tokens
+    """The number of tokens with which a side's log begins: 0, or for a fork where it forked, unless it
+    has the steps of ancestors, too."""
     first_step = min(side.log["tokens"], default=0)
-    # with the steps of its ancestors, the log may begin before the fork
-    return begins.get(first_step, min(curve(side, "loss")))
+    return tokens_at(side).get(first_step, min(curve(side, "loss")))
 
 
 def interpolate(points: dict[int, float], at: int) -> float | None:
     """The value of a curve at a number of tokens; None outside of the curve."""
-    if not points:
-        return None
-    if at < min(points) or at > max(points):
+    if not points or not min(points) <= at <= max(points):
         return None
     values = [*points.values()]
     return float(np.interp(at, [*points], values))

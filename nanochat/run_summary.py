@@ -100,14 +100,10 @@ def print_split(run: Run) -> None:
 
 def _hub_roots(train: Mapping[str, Manifest], val: Mapping[str, Manifest]) -> Iterator[str]:
     """The data sets on the Hub that are read, with the commit: the branch may have moved on."""
-    roots = {str(manifest["root"]) for manifest in train.values()}
-    only_val = {str(manifest["root"]) for manifest in val.values()} - roots
+    roots = {str(manifest["root"]) for manifest in (*train.values(), *val.values())}
     for root in sorted(roots):
         if root.startswith("hf://"):
             yield f"data: {root}{_folders_in(train, root)}"
-    for root in sorted(only_val):
-        if root.startswith("hf://"):
-            yield f"data for validation: {root}"
 
 
 def _print_left_out(train: Mapping[str, Manifest], listed: str | None) -> None:

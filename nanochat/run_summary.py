@@ -130,13 +130,9 @@ def _pinned_notes(run: Run) -> Iterator[str]:
     for a resume that names the data in another way than the run did."""
     settings = run.settings
     fork = Fork.of(settings.fork)
-    if run.parent is not None and fork is not None and "data_path" not in fork.changes:
-        who = fork.run
-        remedy = "to read a newer commit, name it in --data-path, as @COMMIT"
-    elif run.config and run.config.get("data_path") != settings.data_path:
-        who = "this run"
-        remedy = "a fork can read a newer one, with @COMMIT in --data-path"
-    else:
+    is_kept = run.parent is not None and fork is not None and "data_path" not in fork.changes
+    is_named_anew = run.config and run.config.get("data_path") != settings.data_path
+    if not is_kept and not is_named_anew:
         return
     roots = {str(manifest["root"]) for manifest in run.data.manifests["train"].values()}
     for path in paths_in(settings.data_path or ""):
@@ -144,7 +140,7 @@ def _pinned_notes(run: Run) -> Iterator[str]:
         state = place.resolve()
         is_branch = isinstance(state, Remote) and state.is_fixed() and state != place
         if is_branch and any(state.is_relative_to(root) for root in roots):
-            yield f"{path} is read as {state}, which {who} pinned; {remedy}"
+            yield f"{path} is read as {state}, which is pinned; a fork can read another one, named as @COMMIT"
 
 
 def _folders_in(manifests: Mapping[str, Manifest], root: str) -> str:

@@ -24,7 +24,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
-import numpy as np
 from tqdm import tqdm
 
 from nanochat.checkpoint import first_good, list_checkpoints, read_seal
@@ -279,9 +278,9 @@ def append_missing(path: Path, content: bytes) -> None:
 
 def shared_lines(first: bytes, second: bytes) -> int:
     """The number of bytes of the lines with which both contents begin."""
-    shortest = min(len(first), len(second))
-    a = np.frombuffer(first, np.uint8, shortest)
-    b = np.frombuffer(second, np.uint8, shortest)
-    differing = np.flatnonzero(a != b)
-    shared = int(differing[0]) if len(differing) else shortest
-    return first.rfind(b"\n", 0, shared) + 1
+    shared = 0
+    for ours, theirs in zip(first.splitlines(keepends=True), second.splitlines(keepends=True)):
+        if ours != theirs:
+            break
+        shared += len(ours)
+    return shared

@@ -188,11 +188,9 @@ class Rates:
 
     def horizon(self, step: int) -> int:
         """The number of steps that the run was to have when it took this step."""
-        for launch in reversed(self.run.launches):
-            planned = launch.started.get("num_iterations")
-            if launch.first <= step and isinstance(planned, int):
-                return planned
-        return int(self.run.config["derived"]["num_iterations"])
+        planned = self.run.config["derived"]["num_iterations"]
+        launch = self.run.launch_of(step)
+        return int(planned if launch is None else launch.started.get("num_iterations", planned))
 
     def at(self, step: int) -> dict[str, float]:
         """Learning rates, momentum and weight decay of a step's update."""

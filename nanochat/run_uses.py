@@ -183,12 +183,7 @@ class Ancestry:
 
     def who(self) -> str:
         """The runs, in words."""
-        begins_late = len(self.spans) == 1 and self.first_step > 0
-        names = [f"the run (from step {self.first_step:,} on)" if begins_late else "the run"]
-        for span in self.spans[1:]:
-            of_run = span.opened
-            names.append(f"{of_run.run.name} (steps {of_run.first_step:,} to {span.end - 1:,})")
-        return " or ".join(names)
+        return " or ".join(["the run", *(span.opened.run.name for span in self.spans[1:])])
 
 
 def uses_of(

@@ -598,7 +598,7 @@ def test_a_document_is_found_in_the_rows_that_a_run_and_its_ancestors_trained_on
     uses = [use for of_epoch in found["passes"] for use in of_epoch["uses"]]
     assert {without_off(use) for use in uses} == table[document]
     out = run("find", "child", "--text=e")
-    assert "the run or text (steps 0 to 14) trained on " in out
+    assert "the run or text trained on " in out
     err = command(inspect_data.main, "rows", "child", "--step=3").err
     assert "ask the run that it continues" in err
     run("rows", "child", f"--step={STEPS}")
@@ -649,7 +649,7 @@ def test_a_fork_without_its_parent_says_which_steps_are_not_searched_for_a_docum
 
 def test_a_fork_without_its_parent_says_which_steps_are_not_searched_for_a_text(orphan):
     out = run("find", "child", "--text=e")
-    assert "the run (from step 15 on) trained on parts of" in out and NOT_SEARCHED in out
+    assert "the run trained on parts of" in out and NOT_SEARCHED in out
     err = command(inspect_data.main, "find", "child", "--text=no such words").err
     assert "occurs in no document" in err and err.count(NOT_SEARCHED) == 1
     assert "$'one\\ntwo'" in err and "--texts=FILE.jsonl, which compares words" in err
@@ -737,7 +737,7 @@ def test_a_document_that_only_an_ancestor_read_is_found_with_its_steps(without_c
     text = json.loads(without_code.items.read_text().splitlines()[0])["text"]
     out = run("find", "child", f"--text={text[:60]}")
     assert f"{name} (code, a file of text): " in out
-    assert "the run or text (steps 0 to 14) trained on parts of 1 of the 1 document" in out
+    assert "the run or text trained on parts of 1 of the 1 document" in out
 
 
 def test_the_ledger_of_a_fork_says_which_rows_are_its_own(without_code):

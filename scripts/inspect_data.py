@@ -67,7 +67,7 @@ LEGEND = f"""\
 lane_row: the row's number in its lane; {{loss}}at: position in the row; tokens: how many are in the row
 off: how many of them have no loss: the first ones after BOS, which an earlier row holds, too, or masked ones
 (with --row, --text shows them as [no loss: ...]); group: part of the file; document, document_in_group: number among
-those of the file and group that the run trains on, fewer with --val-fraction or --min-chars; line: in your own file
+those of the file and group that a run trains on, fewer with --val-fraction or --min-chars; line: in your file, from 1
 epoch: {EPOCH}
 start, stop: its tokens from start to before stop; of: all it has; numbers count from 0"""
 PLACES = ("data_path", "val_path")  # the settings that a run may also get here
@@ -250,10 +250,6 @@ def show_rows(opened: Opened, args: argparse.Namespace) -> int:
     if not args.json:
         print_rows(lines, texts, whole_row=args.row is not None)
         print(LEGEND.format(loss="loss: the row's mean; " if losses else ""))
-        if opened.has_lines:
-            print(
-                "line: where the document, or this part of a .txt file, begins in the file, from 1"
-            )
     return 0
 
 

@@ -312,7 +312,7 @@ def figures_of(run: Run) -> dict[str, str]:
     }
     if run.made_of:
         return figures
-    figures["tokens/s, median of the last 100 steps"] = show(run.median("tokens_per_s", last=100))
+    figures["tokens/s, last 100 steps"] = show(run.median("tokens_per_s", last=100))
     if run.alive:
         figures["left"] = duration(run.state["eta_s"])
     else:

@@ -513,7 +513,7 @@ def test_the_tokens_of_a_fork_are_those_trained_in_its_time_and_one_evaluation_i
     figures = page.figures_of(run)
     assert figures["tokens of its own"] == f"{160 * (STEPS - 30):,}"
     assert figures["bits per byte"] == "2.500"
-    assert figures["tokens/s, median of the last 100 steps"] == "354.5"
+    assert figures["tokens/s, last 100 steps"] == "354.5"
     [sentence, *_] = page.sentences_about(run)[1:]
     assert f": {160 * (STEPS - 30):,} tokens of its own in " in sentence
 

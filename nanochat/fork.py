@@ -28,14 +28,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from nanochat.checkpoint import (
-    SCHEDULER_NAME,
-    Checkpoint,
-    find_checkpoint,
-    first_good,
-    list_checkpoints,
-    step_of,
-)
+from nanochat.checkpoint import SCHEDULER_NAME, Checkpoint, find_checkpoint
 from nanochat.common import (
     AnyPath,
     Difference,
@@ -75,7 +68,6 @@ from nanochat.run_dir import (
     Fork,
     changes_text,
     config_at,
-    find_run_at,
     is_run_dir,
     read_config,
 )
@@ -123,28 +115,6 @@ def find_parent(fork_from: str) -> Parent:
     checkpoint.check_trained()
     manifests = read_manifests(run_dir / DATA_MANIFEST)
     return Parent(run_dir, _settings_at(run_dir, checkpoint.step), checkpoint, manifests)
-
-
-def stand_in(fork_from: str, step: int) -> Parent | None:
-    """A parent to check settings with before its `step`, which was not saved, is replayed: it has
-    the newest checkpoint before that step, or any other, with the counts of `step`. None if it has
-    no checkpoint."""
-    run_dir, _ = find_run_at(fork_from)
-    paths = list_checkpoints(run_dir)
-    saved = first_good([path for path in paths if step_of(path) < step] or paths)
-    if saved is None:
-        return None
-    settings = _settings_at(run_dir, step)
-    progress = saved.seal["progress"]
-    tokens = progress["tokens"] + (step - saved.step) * settings.total_batch_size
-    seal = {
-        **saved.seal,
-        "step": step,
-        "status": "running",
-        "progress": {**progress, "tokens": tokens},
-    }
-    manifests = read_manifests(run_dir / DATA_MANIFEST)
-    return Parent(run_dir, settings, replace(saved, seal=seal), manifests)
 
 
 def branch_off(settings: Settings, parent: Parent) -> Settings:

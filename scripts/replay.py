@@ -150,7 +150,6 @@ def start_at(run: RunReader, checkpoint: Checkpoint | None, process: Process) ->
         checkpoint=checkpoint,
         origin=origin,
         parent=None,
-        rate_jump=None,
         cursors=cursors,
         notices={},
         manifests={},

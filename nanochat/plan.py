@@ -791,27 +791,6 @@ def dry_soon_after(plan: Plan, start: Starting, data: RunData) -> dict[str, int]
     return {name: step for name, step in steps.items() if step is not None}
 
 
-def lanes_that_suffice(plan: Plan, start: Starting, data: RunData) -> int | None:
-    """The largest number of lanes, below that of the plan of a new run which halts, with which it
-    reaches its last step. None if there is none."""
-    settings = start.settings
-    config = stream_config(settings)
-    assert isinstance(config, StreamConfig), "no other order has a plan"
-    lengths = lengths_of(config, data.train)
-    for V in smaller_lanes(settings, plan.V):
-        other = make_plan(
-            replace(config, V=V),
-            data.train,
-            rows_per_step=plan.rows_per_step,
-            num_steps=plan.num_steps,
-            drop_dry=plan.allowed,
-            lengths=lengths,
-        )
-        if not other.halt:
-            return V
-    return None
-
-
 def lanes_without_repeats(
     settings: Settings, bucket: str, source: Source, passes: float
 ) -> int | None:

@@ -19,15 +19,12 @@ from nanochat.common import counted, print0, table
 from nanochat.order import StreamConfig
 from nanochat.plan import (
     ERROR,
-    LITTLE_READ,
-    BucketPlan,
     Lengths,
     Plan,
     Sample,
     Starting,
     crops,
     dry_soon_after,
-    lanes_that_suffice,
     lanes_without_repeats,
     make_run_plan,
     repeating_lanes,
@@ -45,8 +42,12 @@ MOST_CROPPED = 0.9  # a larger share is refused, unless --plan says otherwise
 MUCH_WITHOUT_LOSS = 0.3  # the same for the share of tokens in rows that are repeated
 MOST_WITHOUT_LOSS = 0.9
 MOST_NAMED = 8  # buckets of which a sentence says how often they are read
-OR_WARN = ", or train up to that step with --plan warn"
-LITTLE_USABLE = 0.5  # a smaller share of what a dry bucket has is usable: its lanes are too many
+# what to do about a bucket that runs dry
+WAYS = (
+    "shorten the run, add data, use --long-docs=split or fewer --lanes, give the bucket less weight or more passes "
+    "(max_epochs in the curriculum; of a run that has begun, in that of a fork), or continue with the other buckets "
+    "once it is dry (--allow-bucket-exhaustion)"
+)
 
 
 def rehearse(start: Starting, data: RunData) -> Plan:
@@ -56,16 +57,9 @@ def rehearse(start: Starting, data: RunData) -> Plan:
     """
     plan = make_run_plan(start, data)
     print0("\n".join(plan_lines(plan)))
-    # cropping may be why a bucket runs dry
-    lanes = fewer_lanes(plan, start, data)
-    resumes = bool(start.config)
-    why = refusal(plan, start) or problem(plan, lanes, resumes=resumes)
-    if why and start.settings.plan == "error":
+    if why := refusal(plan, start):
         raise ValueError(why)
-    why = why.removesuffix(OR_WARN)  # as it does
-    notes = [*warnings(plan, lanes), *repeats(plan, start, data)]
-    likely = likely_problem(plan, lanes, resumes=resumes)
-    for line in filter(None, [*notes, *close_calls(plan, start, data), why, likely]):
+    for line in filter(None, [*notes_of(plan, start, data), problem(plan)]):
         log.warning("%s", line)
     return plan
 
@@ -206,31 +200,6 @@ def readings_text(readings: Mapping[str, Reading]) -> tuple[str, list[str]]:
 # ---- what should stop a run, or be said first ----------------------------------------------------
 
 
-def fewer_lanes(plan: Plan, start: Starting, data: RunData) -> str:
-    """How fewer lanes help a new run in which a bucket runs dry; empty if it cannot have fewer.
-
-    A lane without a document of a bucket is dry, however many documents the other lanes have.
-    """
-    settings = start.settings
-    least = max(settings.world_size, settings.leaves)
-    has_fewer = _is_new(start) and least < plan.V
-    if not plan.halt or not has_fewer:
-        return ""
-    if _lanes_starve(plan) and all(map(_has_enough, plan.buckets.values())):
-        lanes = lanes_that_suffice(plan, start, data)
-        if lanes is not None:
-            return f"--lanes={lanes} suffices"
-    return "fewer --lanes may use more of it"
-
-
-def _lanes_starve(plan: Plan) -> bool:
-    """Whether the lanes are too many for a bucket: one is dry while most of the bucket is unread."""
-    for bucket in plan.buckets.values():
-        if bucket.usable is not None and bucket.usable < LITTLE_READ * _tokens_for_rows(bucket):
-            return True
-    return False
-
-
 def repeats(plan: Plan, start: Starting, data: RunData) -> list[str]:
     """A sentence for each bucket with too few documents for the lanes of a new run. Not for one that
     runs dry: `warnings` speaks of it."""
@@ -262,55 +231,14 @@ def _repeats(data: str, start: Starting, bucket: str, source: Source, passes: fl
     )
 
 
-def _has_enough(bucket: BucketPlan) -> bool:
-    """Whether a bucket has the tokens that the mix requests, if all lanes share them."""
-    new = bucket.asked * (1 - bucket.repeated)
-    return bucket.max_epochs == 0 or new <= _tokens_for_rows(bucket)
-
-
-def _tokens_for_rows(bucket: BucketPlan) -> float:
-    """The tokens of all allowed passes over a bucket that are not cropped."""
-    return bucket.tokens * bucket.max_epochs * (1 - bucket.cropped)
-
-
-def _ways(plan: Plan, lanes: str, *, resumes: bool) -> str:
-    """What to do about a bucket that runs dry; `lanes`: see `fewer_lanes`. A resume keeps its
-    curriculum."""
-    ways = ["shorten the run"]
-    if resumes:
-        ways.append("continue it with another curriculum as a fork (--fork-from)")
-    elif not plan.allowed and len(plan.buckets) > 1:
-        ways.append("give the bucket less weight")
-    if not resumes:
-        ways.append("allow more passes (max_epochs in the curriculum)")
-    if not plan.allowed and len(plan.buckets) > 1:
-        ways.append("continue without it once it is dry (--allow-bucket-exhaustion)")
-    text = f"{', '.join(ways[:-1])}, or {ways[-1]}"
-    return f"{lanes}; or {text}" if lanes and _lanes_starve(plan) else text
-
-
-def problem(plan: Plan, lanes: str = "", *, resumes: bool = False) -> str:
-    """A sentence that says why the run will not reach its last step; `lanes`: see `fewer_lanes`.
-
-    Empty if it will, and for an estimate.
-    """
-    if not plan.halt or plan.estimate:
+def problem(plan: Plan) -> str:
+    """A sentence that says why the run will not reach its last step, or by an estimate probably not.
+    Empty if it will."""
+    if not plan.halt:
         return ""
-    why = f"the run halts before step {plan.steps:,} of {plan.num_steps:,}: {plan.halt}"
-    why += f"; {_ways(plan, lanes, resumes=resumes)}"
-    return why if plan.allowed else why + OR_WARN
-
-
-def likely_problem(plan: Plan, lanes: str = "", *, resumes: bool = False) -> str:
-    """A sentence that says why the run will probably not reach its last step.
-
-    Empty if it probably will, and for an exact plan.
-    """
-    if not plan.halt or not plan.estimate:
-        return ""
+    by = "by this estimate, " if plan.estimate else ""
     return (
-        f"by this estimate, the run halts before step {plan.steps:,} of {plan.num_steps:,}; "
-        f"{_ways(plan, lanes, resumes=resumes)}"
+        f"{by}the run halts before step {plan.steps:,} of {plan.num_steps:,}: {plan.halt}; {WAYS}"
     )
 
 
@@ -326,11 +254,13 @@ def close_calls(plan: Plan, start: Starting, data: RunData) -> list[str]:
 
 
 def refusal(plan: Plan, start: Starting) -> str:
-    """A sentence that says why a new run should not start although it could; empty if it should."""
-    if not plan.crops or not _is_new(start) or start.settings.plan != "error":
+    """A sentence that says why a run does not start with --plan=error: it would crop nearly
+    everything, or halt by an exact plan. Empty if it does."""
+    if start.settings.plan != "error":
         return ""
     about = "about " if plan.estimate else ""
-    for name, bucket in plan.buckets.items():
+    judged = plan.buckets if plan.crops and _is_new(start) else {}
+    for name, bucket in judged.items():
         why = refuse_waste(
             _data_of(plan, name),
             passes=bucket.passes,
@@ -340,6 +270,8 @@ def refusal(plan: Plan, start: Starting) -> str:
         )
         if why:
             return why
+    if plan.halt and not plan.estimate:
+        return f"{problem(plan)}; or train up to that step with --plan=warn"
     return ""
 
 
@@ -380,8 +312,13 @@ def _data_of(plan: Plan, bucket: str) -> str:
     return "its data" if len(plan.buckets) == 1 else f"bucket {bucket!r}"
 
 
-def warnings(plan: Plan, lanes: str = "") -> list[str]:
-    """Warnings before the start, one sentence each; `lanes`: see `fewer_lanes`."""
+def notes_of(plan: Plan, start: Starting, data: RunData) -> list[str]:
+    """All warnings before the start, one sentence each."""
+    return [*warnings(plan), *repeats(plan, start, data), *close_calls(plan, start, data)]
+
+
+def warnings(plan: Plan) -> list[str]:
+    """Warnings that a plan alone gives."""
     dry = []
     notes = []
     for name, bucket in plan.buckets.items():
@@ -398,21 +335,10 @@ def warnings(plan: Plan, lanes: str = "") -> list[str]:
         if bucket.dry_step is None or bucket.usable is None:
             continue
         probably = "probably " if plan.estimate else ""
-        line = (
+        dry.append(
             f"bucket {name!r} {probably}runs dry at step {bucket.dry_step:,}: the mix requests {bucket.asked:,} "
             f"tokens, and {bucket.usable:,} are usable with {counted(plan.V, 'lane')}"
         )
-        if bucket.trained > 0 and bucket.repeated > 0.005:
-            line += f" ({bucket.repeated:.0%} of what it trains on is overlap)"
-        if plan.crops and 0.005 < bucket.cropped <= MUCH_CROPPED:
-            line += f"; {bucket.cropped:.1%} are cropped (--long-docs=split would use them)"
-        if plan.allowed:
-            line += "; each lane that runs dry goes on without it (--allow-bucket-exhaustion)"
-        elif plan.crops and bucket.cropped > MOST_CROPPED:
-            line += "; --long-docs=split would use more of it"
-        elif lanes:
-            line += f"; {lanes}"
-        dry.append(line)
     return dry + notes
 
 

@@ -34,18 +34,7 @@ from nanochat.common import as_path, begin_launch, counted, local_copy, open_doo
 from nanochat.config import Settings, add_flags, from_flags
 from nanochat.dist import autodetect_device_type
 from nanochat.plan import Plan, make_run_plan
-from nanochat.plan_report import (
-    OR_WARN,
-    close_calls,
-    fewer_lanes,
-    likely_problem,
-    plan_lines,
-    problem,
-    readings_text,
-    refusal,
-    repeats,
-    warnings,
-)
+from nanochat.plan_report import notes_of, plan_lines, problem, readings_text, refusal
 from nanochat.run_dir import find_run_at, is_run_dir, run_path
 from nanochat.run_guard import MIRROR
 from nanochat.run_order import order_of
@@ -264,23 +253,14 @@ def beginning(start: Start) -> str:
 def report_plan(plan: Plan, run: Run) -> bool:
     """Print a plan, its warnings, and why the run should not start. Returns whether it should."""
     print(*plan_lines(plan), LEGEND, sep="\n")
-    lanes = fewer_lanes(plan, run, run.data)
-    for line in [
-        *warnings(plan, lanes),
-        *repeats(plan, run, run.data),
-        *close_calls(plan, run, run.data),
-    ]:
+    for line in notes_of(plan, run, run.data):
         print(f"warning: {line}")
-    resumes = bool(run.config)
-    why = problem(plan, lanes, resumes=resumes) or refusal(plan, run)
-    if run.settings.plan != "error":
-        why = why.removesuffix(OR_WARN)
-    likely = likely_problem(plan, lanes, resumes=resumes)
+    why = refusal(plan, run)
+    if not why and plan.halt:
+        why = f"training can start, but {problem(plan)}"
     if why:
         print(f"error: {why}")
-    elif likely:
-        print(f"error: training can start, but {likely}")
-    return not why and not likely
+    return not why
 
 
 def ok(text: str) -> None:

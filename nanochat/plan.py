@@ -28,7 +28,7 @@ every run except those in an order of samples, which refuse to start if there ar
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypedDict, get_type_hints
 
@@ -789,27 +789,6 @@ def dry_soon_after(plan: Plan, start: Starting, data: RunData) -> dict[str, int]
     longer = make_run_plan(start, data, num_steps=math.ceil(plan.num_steps * (1 + ERROR)))
     steps = {name: bucket.dry_step for name, bucket in longer.buckets.items()}
     return {name: step for name, step in steps.items() if step is not None}
-
-
-def lanes_without_repeats(
-    settings: Settings, bucket: str, source: Source, passes: float
-) -> int | None:
-    """The largest number of lanes of a new run with which none repeats (see `repeating_lanes`); None
-    if there is none."""
-    config = stream_config(settings)
-    assert isinstance(config, StreamConfig), "no other order has a plan"
-    for V in smaller_lanes(settings, config.V):
-        sizes = share_sizes(replace(config, V=V), bucket, source)
-        if not repeating_lanes(sizes, passes):
-            return V
-    return None
-
-
-def smaller_lanes(settings: Settings, V: int) -> list[int]:
-    """The numbers of lanes below V that a new run may have, the largest first."""
-    rows_per_step = settings.total_batch_size // settings.max_seq_len
-    least = max(settings.world_size, settings.leaves)
-    return [lanes for lanes in range(V - 1, least - 1, -1) if rows_per_step % lanes == 0]
 
 
 def share_sizes(config: StreamConfig, bucket: str, source: Source) -> np.ndarray:

@@ -25,7 +25,6 @@ from nanochat.plan import (
     Starting,
     crops,
     dry_soon_after,
-    lanes_without_repeats,
     make_run_plan,
     repeating_lanes,
     sample_rows,
@@ -221,13 +220,10 @@ def _repeats(data: str, start: Starting, bucket: str, source: Source, passes: fl
     number = repeating_lanes(sizes, passes)
     if not number:
         return ""
-    when = "from step 0 on" if sizes.min() == 0 else "early in the run"
-    lanes = lanes_without_repeats(start.settings, bucket, source, passes)
-    way = "use more documents" if lanes is None else f"--lanes={lanes} suffices"
     return (
-        f"{data} has {counted(int(source.groups.sum()), 'document')} for {counted(config.V, 'lane')}: {when}, "
+        f"{data} has {counted(int(source.groups.sum()), 'document')} for {counted(config.V, 'lane')}: "
         f"{number} of them read again what others read, so the run sees some text several times before it has "
-        f"seen the rest; {way}"
+        f"seen the rest; use fewer --lanes, or more documents"
     )
 
 

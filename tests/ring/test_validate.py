@@ -283,8 +283,7 @@ def test_fewer_documents_than_lanes_are_warned_of_although_no_bucket_can_run_dry
     data = "bucket 'books'" if has_curriculum else "its data"
     sentence = f"{data} has {books} document"
     [warned] = [line for line in checked(**few)[1].splitlines() if sentence in line]
-    assert f"from step 0 on, {repeating} of them read again" in warned
-    assert warned.endswith(f"; --lanes={suffices} suffices")
+    assert f"{repeating} of them read again" in warned and "--lanes" in warned
     outcome = training.succeed(**given(workplace, **few))
     assert warned.removeprefix("warning: ") in outcome.err
     assert "this run reads them" not in outcome.out

@@ -25,7 +25,6 @@ that are too long), make a plan. They keep it in RUN/plan.json for a resume. scr
 every run except those in an order of samples, which refuse to start if there are too few samples.
 """
 
-import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -58,7 +57,6 @@ from nanochat.text import text_tokens
 # this many times the requested tokens suffice, even if half are cropped and lanes' shares differ
 FAR = 4
 SHARE_DOCUMENTS = 1024  # with at least this many documents, lanes' shares are similar
-ERROR = 0.1  # a bucket may be that much shorter than an estimate says
 LITTLE_READ = 0.5  # a lane that is through its share after a smaller share of the bucket has too few documents
 SAMPLE_ROWS = 4096  # at most, the rows packed from a bucket that is not rehearsed
 # of data with more tokens, only a sample is measured before the first step. An index of token files may not
@@ -742,14 +740,13 @@ class Starting(Protocol):
     def step(self) -> int: ...
 
 
-def make_run_plan(start: Starting, data: RunData, *, num_steps: int | None = None) -> Plan:
-    """The plan of a run that is starting, of `num_steps` steps (default: its own number).
+def make_run_plan(start: Starting, data: RunData) -> Plan:
+    """The plan of a run that is starting.
 
     A resume that plans the same number of steps uses RUN/plan.json. Writes nothing.
     """
     settings = start.settings
-    if num_steps is None:
-        num_steps = start.horizon.num_iterations
+    num_steps = start.horizon.num_iterations
     config = stream_config(settings)
     assert isinstance(config, StreamConfig), "no other order has a plan"
     drop_dry = settings.allow_bucket_exhaustion
@@ -777,18 +774,6 @@ def make_run_plan(start: Starting, data: RunData, *, num_steps: int | None = Non
         first_step=fork.step if fork else 0,
         begin=begin,
     )
-
-
-def dry_soon_after(plan: Plan, start: Starting, data: RunData) -> dict[str, int]:
-    """{bucket: step at which it runs dry} of the buckets that, by an estimated plan, would run dry if
-    the run were longer by the share ERROR. {} for an exact plan, for one in which a bucket runs dry
-    anyway, and for a resume."""
-    dry = [bucket for bucket in plan.buckets.values() if bucket.dry_step is not None]
-    if not plan.estimate or plan.halt or dry or start.config:
-        return {}
-    longer = make_run_plan(start, data, num_steps=math.ceil(plan.num_steps * (1 + ERROR)))
-    steps = {name: bucket.dry_step for name, bucket in longer.buckets.items()}
-    return {name: step for name, step in steps.items() if step is not None}
 
 
 def share_sizes(config: StreamConfig, bucket: str, source: Source) -> np.ndarray:

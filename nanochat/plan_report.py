@@ -18,13 +18,11 @@ import numpy as np
 from nanochat.common import counted, print0, table
 from nanochat.order import StreamConfig
 from nanochat.plan import (
-    ERROR,
     Lengths,
     Plan,
     Sample,
     Starting,
     crops,
-    dry_soon_after,
     make_run_plan,
     repeating_lanes,
     sample_rows,
@@ -238,17 +236,6 @@ def problem(plan: Plan) -> str:
     )
 
 
-def close_calls(plan: Plan, start: Starting, data: RunData) -> list[str]:
-    """A sentence for each bucket that lasts to the end of the run by an estimate, but only just."""
-    is_text = start.settings.data_format == "text"
-    exact = ", and token files (scripts.tok_shards) give the exact step" if is_text else ""
-    return [
-        f"bucket {name!r} may run dry before the last step: by this estimate, it lasts until step {step:,}, and "
-        f"the run takes {plan.num_steps:,} steps; an estimate may be {ERROR:.0%} off{exact}"
-        for name, step in dry_soon_after(plan, start, data).items()
-    ]
-
-
 def refusal(plan: Plan, start: Starting) -> str:
     """A sentence that says why a run does not start with --plan=error: it would crop nearly
     everything, or halt by an exact plan. Empty if it does."""
@@ -310,7 +297,7 @@ def _data_of(plan: Plan, bucket: str) -> str:
 
 def notes_of(plan: Plan, start: Starting, data: RunData) -> list[str]:
     """All warnings before the start, one sentence each."""
-    return [*warnings(plan), *repeats(plan, start, data), *close_calls(plan, start, data)]
+    return [*warnings(plan), *repeats(plan, start, data)]
 
 
 def warnings(plan: Plan) -> list[str]:

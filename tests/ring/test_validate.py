@@ -185,21 +185,6 @@ def test_the_verdict_on_an_estimate_that_halts_names_the_step_and_the_ways_out(
     assert "max_epochs in the curriculum" in verdict and "--allow-bucket-exhaustion" in verdict
 
 
-def test_text_that_only_just_suffices_by_an_estimate_is_a_warning(workplace, much_text):
-    """Regression: the estimate was 5 % too long, and "usable" was "-", as if no end was in sight."""
-    text = {"data_path": workplace / "text", "data_format": "text"}
-    mix(workplace, 40, 4, allow_budget_mismatch="true")
-    _, out, _ = checked(**text)
-    [halt] = map(int, re.findall(r"halts before step (\d+) of 80", out))
-    code, out, _ = checked(**text, num_iterations=halt)
-    warning = (
-        "warning: bucket 'tiny' may run dry before the last step: by this estimate, it lasts until"
-    )
-    assert code == 0 and f"{warning} step {halt}, and the run takes {halt} steps" in out
-    code, out, _ = checked(**text, num_iterations=int(halt / 1.2))
-    assert code == 0 and "may run dry" not in out
-
-
 def test_text_that_suffices_by_an_estimate_is_no_error(workplace, much_text):
     code, out, _ = checked(
         data_path=workplace / "text", data_format="text", curriculum=None, num_iterations=3

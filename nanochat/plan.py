@@ -109,15 +109,6 @@ class BucketPlan:
         return token_share(self.account, "cropped")
 
     @property
-    def without_loss(self) -> float:
-        """If documents are cropped: the share of the tokens in rows that are repeated, so that they
-        have no loss. All of a document's repeated tokens are at its beginning, which is not cropped;
-        the account also counts those of pending documents."""
-        account = self.account
-        came = account["read"] + account["bos"] + account["repeated"]
-        return min(1.0, account["repeated"] * self._departed / max(1, came * account["emitted"]))
-
-    @property
     def repeated(self) -> float:
         """The repeated share of the tokens that left the buffers, most of them into rows.
 

@@ -36,8 +36,6 @@ log = logging.getLogger(__name__)
 
 MUCH_CROPPED = 0.1  # a larger share of cropped tokens causes a warning
 MOST_CROPPED = 0.9  # a larger share is refused, unless --plan says otherwise
-MUCH_WITHOUT_LOSS = 0.3  # the same for the share of tokens in rows that are repeated
-MOST_WITHOUT_LOSS = 0.9
 MOST_NAMED = 8  # buckets of which a sentence says how often they are read
 # what to do about a bucket that runs dry
 WAYS = (
@@ -67,7 +65,6 @@ class _Pass(NamedTuple):
     emitted: float  # tokens, with BOS
     repeated: float  # their share that an earlier row also holds
     cropped: float  # share of the data's tokens that no row holds
-    without_loss: float  # share of tokens without a loss in cropped rows
 
 
 def _one_pass(
@@ -79,13 +76,12 @@ def _one_pass(
     lengths = sample.lengths
     again = sample.repeated
     emitted = sample.total(lengths)
-    cropped = without_loss = 0.0
+    cropped = 0.0
     if crops(config):
         account = sample_rows(config, bucket, Lengths(source, config, sample), trained)
         cropped = token_share(account, "cropped")
         emitted *= 1 - cropped
         again = np.minimum(again, T + 1)
-        without_loss = sample.total(again) / sample.total(np.minimum(lengths, T + 1))
     elif config.layout == "bestfit":
         # each continuation is BOS, overlap and up to T - overlap new tokens
         beyond = np.maximum(lengths - T - 1, 0)
@@ -93,7 +89,7 @@ def _one_pass(
         emitted += sample.total(added)
         again = again + added
     repeated = sample.total(again) / emitted
-    return _Pass(emitted, repeated, cropped, without_loss)
+    return _Pass(emitted, repeated, cropped)
 
 
 def print_passes(start: Starting, data: RunData) -> None:
@@ -117,7 +113,6 @@ def print_passes(start: Starting, data: RunData) -> None:
         "its data",
         passes=passes,
         cropped=one_pass.cropped,
-        without_loss=one_pass.without_loss,
         about=about,
     )
     if why and settings.plan == "error" and _is_new(start):
@@ -140,7 +135,6 @@ def print_passes(start: Starting, data: RunData) -> None:
         tokens=tokens,
         passes=passes,
         cropped=one_pass.cropped,
-        without_loss=one_pass.without_loss,
         repeated=one_pass.repeated,
         about=about,
     ):
@@ -187,7 +181,6 @@ def readings_text(readings: Mapping[str, Reading]) -> tuple[str, list[str]]:
         tokens=reading.tokens,
         passes=reading.passes,
         cropped=0.0,
-        without_loss=0.0,
         repeated=0.0,
         about="",
     )
@@ -248,7 +241,6 @@ def refusal(plan: Plan, start: Starting) -> str:
             _data_of(plan, name),
             passes=bucket.passes,
             cropped=bucket.cropped,
-            without_loss=bucket.without_loss,
             about=about,
         )
         if why:
@@ -263,30 +255,15 @@ def _is_new(start: Starting) -> bool:
     return not start.config and start.settings.fork is None
 
 
-def refuse_waste(
-    data: str, *, passes: float, cropped: float, without_loss: float, about: str = "about "
-) -> str:
+def refuse_waste(data: str, *, passes: float, cropped: float, about: str) -> str:
     """A sentence that says why a run should not start, because it would train again and again on
-    little more than the beginnings of its documents (say on the title pages of books), or on rows
-    almost without a loss. Empty if it should, and for runs of less than one pass, as tests are."""
-    if passes <= 1:
+    little more than the beginnings of its documents (say on the title pages of books). Empty if it
+    should, and for runs of less than one pass, as tests are."""
+    if passes <= 1 or cropped <= MOST_CROPPED:
         return ""
-    if without_loss > MOST_WITHOUT_LOSS:
-        return f"{_without_loss_sentence(data, without_loss, about)}, or train on them with --plan=warn"
-    if cropped > MOST_CROPPED:
-        return (
-            f"--long-docs=crop: {about}{cropped:.0%} of the tokens of {data} would be cropped, because each document "
-            f"trains its first row only; use --long-docs=split, or train on the beginnings with --plan=warn"
-        )
-    return ""
-
-
-def _without_loss_sentence(data: str, without_loss: float, about: str) -> str:
-    """Says that many tokens in rows have no loss, and what to do."""
     return (
-        f"{about}{without_loss:.0%} of the tokens that rows take from {data} repeat the window before, and have no "
-        f"loss; use --long-docs=split, whole documents (scripts.tok_shards without --max-length), a smaller overlap, "
-        f"or a longer --max-seq-len"
+        f"--long-docs=crop: {about}{cropped:.0%} of the tokens of {data} would be cropped, because each document "
+        f"trains its first row only; use --long-docs=split, or train on the beginnings with --plan=warn"
     )
 
 
@@ -312,7 +289,6 @@ def warnings(plan: Plan) -> list[str]:
             about="about " if plan.estimate else "",
             passes=0.0 if bucket.max_epochs else bucket.passes,
             cropped=bucket.cropped if plan.crops else 0.0,
-            without_loss=bucket.without_loss if plan.crops else 0.0,
             repeated=bucket.repeated,
         )
         if bucket.dry_step is None or bucket.usable is None:
@@ -332,15 +308,14 @@ def reading_notes(
     tokens: int,
     passes: float,
     cropped: float,
-    without_loss: float,
     repeated: float,
     about: str = "about ",
 ) -> list[str]:
     """Warnings for a run that trains on `trained` tokens of `data`, which has `tokens`.
 
-    One sentence if many tokens are cropped, one if many of those left have no loss, and one if the
-    run reads the data clearly more than once. `cropped`, `without_loss`: 0 unless long documents are
-    cropped. `repeated`: the share of overlap among the trained tokens.
+    One sentence if many tokens are cropped, and one if the run reads the data clearly more than
+    once. `cropped`: 0 unless long documents are cropped. `repeated`: the share of overlap among the
+    trained tokens.
     """
     notes = []
     if cropped > MUCH_CROPPED:
@@ -348,8 +323,6 @@ def reading_notes(
             f"{about}{cropped:.0%} of the tokens of {data} are cropped, where documents do not fit into what is left "
             f"of a row; --long-docs=split crops none, a longer --max-seq-len crops fewer"
         )
-    if without_loss > MUCH_WITHOUT_LOSS:
-        notes.append(_without_loss_sentence(data, without_loss, about))
     if passes > 1.05:  # last, and so just above the verdict
         twice = ""
         if repeated > 0.005:

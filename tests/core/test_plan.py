@@ -335,17 +335,6 @@ def test_books_that_would_be_cropped_are_refused_but_not_in_a_fork_which_packs_a
     assert ("--long-docs=split" in refusal(plan, start)) == (steps == 40 and fork is None)  # type: ignore[arg-type]
 
 
-def test_the_share_without_loss_of_cropped_windows_is_that_of_their_rows(tmp_path):
-    """Regression: what was still pending counted, too, so a short run seemed to train on nothing."""
-    data = source(tmp_path / "a", [[40] * 500], windows=True)
-    lengths, repeated = map(np.array, data.lengths(0, np.arange(int(data.groups[0]))))
-    T = 16
-    exact = np.minimum(repeated, T + 1).sum() / np.minimum(lengths, T + 1).sum()
-    config = StreamConfig(T=T, V=4, buffer_size=64)
-    plan = make_plan(config, {"data": data}, rows_per_step=8, num_steps=2)
-    assert plan.crops and plan.buckets["data"].without_loss == pytest.approx(exact, abs=0.05)
-
-
 def test_a_few_books_among_many_notes_are_estimated_by_the_sizes_of_their_files(
     tmp_path, much_text
 ):

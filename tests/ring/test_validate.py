@@ -14,7 +14,7 @@ from nanochat.plan import Plan, Sample
 from nanochat.run_dir import PLAN_NAME, read_log
 from nanochat.sources import open_source, scan_files
 from nanochat.tokenizer import get_tokenizer
-from scripts import tok_shards, validate
+from scripts import validate
 from tests import training
 from tests.finished import command
 from tests.training import fingerprint, flags, run_dir
@@ -274,19 +274,6 @@ def test_fewer_documents_than_lanes_are_warned_of_although_no_bucket_can_run_dry
     assert "this run reads them" not in outcome.out
     few |= {"lanes": suffices, "model_tag": "enough"}
     assert sentence not in training.succeed(**given(workplace, **few)).err
-
-
-def test_windows_of_which_a_row_holds_only_the_repeated_part_are_warned_of(workplace):
-    """Regression: such a run trained on almost nothing, and ended at its first step without a
-    target, with advice against divergence."""
-    windows = ["--max-length=80", "--overlap-size=40"]
-    made = ["--input-dir", workplace / "text/big", "--output-dir", workplace / "windows", *windows]
-    assert command(tok_shards.main, *made).code == 0
-    plain = {"curriculum": None, "data_path": workplace / "windows", "long_docs": "crop"}
-    warned = training.succeed(**given(workplace, **plain, num_iterations=1)).err
-    assert "repeat the window before, and have no loss" in warned
-    split = {**plain, "long_docs": "split", "model_tag": "split"}
-    assert "no loss" not in training.succeed(**given(workplace, **split, num_iterations=1)).err
 
 
 def test_a_walltime_that_leaves_no_time_to_train_is_refused_as_in_training(workplace):

@@ -160,7 +160,7 @@ def test_an_entry_longer_than_a_row_is_named(tmp_path):
 
 @pytest.mark.parametrize("repeated", [0.0, 0.25])
 def test_many_passes_name_the_share_of_overlaps_if_there_is_one(repeated):
-    known = {"trained": 200, "tokens": 100, "passes": 2.0, "cropped": 0.0, "without_loss": repeated}
+    known = {"trained": 200, "tokens": 100, "passes": 2.0, "cropped": 0.0}
     [note] = reading_notes("its data", **known, repeated=repeated)
     assert ("25% of them overlaps" in note) == (repeated > 0)
 

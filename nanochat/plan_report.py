@@ -3,7 +3,7 @@ The plan of a run in words, printed before it starts: what it reads, and what sh
 
     rehearse        with a curriculum, or `binned` rows: the plan, exact or estimated
     print_passes    without: the size of the data, and the passes over them
-    print_readings  in an order of its own: the same, from what the order says
+    readings_text   in an order of its own: the same, from what the order says
 
 An exact plan that halts refuses the run, and so does one that would crop nearly everything;
 --plan=warn turns both into warnings.
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from nanochat.common import counted, print0, table
+from nanochat.common import counted, few, print0, table
 from nanochat.order import StreamConfig
 from nanochat.plan import (
     Lengths,
@@ -36,7 +36,6 @@ log = logging.getLogger(__name__)
 
 MUCH_CROPPED = 0.1  # a larger share of cropped tokens causes a warning
 MOST_CROPPED = 0.9  # a larger share is refused, unless --plan says otherwise
-MOST_NAMED = 8  # buckets of which a sentence says how often they are read
 # what to do about a bucket that runs dry
 WAYS = (
     "shorten the run, add data, use --long-docs=split or fewer --lanes, give the bucket less weight or more passes "
@@ -150,41 +149,15 @@ def two_digits(number: float) -> str:
     return f"{number:.2g}" if number < 10 else f"{number:,.0f}"
 
 
-def print_readings(readings: Mapping[str, Reading]) -> None:
-    """Print what a run reads in an order without a plan."""
-    sentence, notes = readings_text(readings)
-    if sentence:
-        print0(sentence)
-    for note in notes:
-        log.warning("%s", note)
-
-
-def readings_text(readings: Mapping[str, Reading]) -> tuple[str, list[str]]:
-    """(a sentence about what a run reads, warnings): the passes over each bucket, and a warning about
-    the one that is read most often. ("", []) if nothing is known."""
+def readings_text(readings: Mapping[str, Reading]) -> str:
+    """What a run reads in an order without a plan, as a sentence: the passes over each bucket, the most
+    first. "" if nothing is known."""
     if not readings:
-        return "", []
+        return ""
     tokens = sum(reading.tokens for reading in readings.values())
     most_first = sorted(readings, key=lambda name: -readings[name].passes)
-    often = [
-        f"{name} {two_digits(readings[name].passes)} times" for name in most_first[:MOST_NAMED]
-    ]
-    if len(most_first) > MOST_NAMED:
-        others = counted(len(most_first) - MOST_NAMED, "other bucket")
-        often.append(f"{others} no more often")
-    sentence = f"data: {tokens:,} tokens; this run reads {', '.join(often)}"
-    bucket = most_first[0]
-    reading = readings[bucket]
-    notes = reading_notes(
-        "its data" if len(readings) == 1 else f"bucket {bucket!r}",
-        trained=reading.trained,
-        tokens=reading.tokens,
-        passes=reading.passes,
-        cropped=0.0,
-        repeated=0.0,
-        about="",
-    )
-    return sentence, notes
+    often = few(f"{name} {two_digits(readings[name].passes)} times" for name in most_first)
+    return f"data: {tokens:,} tokens; this run reads {often}"
 
 
 # ---- what should stop a run, or be said first ----------------------------------------------------

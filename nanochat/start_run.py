@@ -82,7 +82,7 @@ from nanochat.fork import (
     note_length,
 )
 from nanochat.pins import DATA_MANIFEST, Manifests, bare, leave_out, read_manifests
-from nanochat.plan_report import print_passes, print_readings, rehearse
+from nanochat.plan_report import print_passes, readings_text, rehearse
 from nanochat.run_dir import (
     CONFIG_NAME,
     PLAN_NAME,
@@ -780,7 +780,8 @@ def begin_run(run: Run, guard: Guard) -> None:
         if order.has_plan:
             print_passes(run, run.data)
         else:
-            print_readings(order.reads(settings, run.data.train, run.cursors, run.steps_to_read))
+            readings = order.reads(settings, run.data.train, run.cursors, run.steps_to_read)
+            print0(readings_text(readings))
     order.shuffle(settings, run.data.train)
     if settings.resume == "scratch" and is_run_dir(run_dir):
         guard.set_aside()

@@ -119,8 +119,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.decontaminate:
         decontaminate(run, args.decontaminate, args.ngram, args.list)
     is_good = True
-    if not order_of(run.settings).has_plan:
-        report_readings(run)
+    order = order_of(run.settings)
+    if not order.has_plan:
+        readings = order.reads(run.settings, run.data.train, run.cursors, run.steps_to_read)
+        ok(readings_text(readings))
     elif run.settings.plan == "off":
         ok("no plan (--plan=off)")
     else:
@@ -205,16 +207,6 @@ def report_configuration(start: Start, world_size: int, device: torch.device) ->
     if device.type == "cuda":
         parts = estimate_memory(settings, device_memory(device, world_size))
         ok(f"{describe_memory(parts)}, with --device-batch-size={settings.device_batch_size}")
-
-
-def report_readings(run: Run) -> None:
-    """Print what a run reads in an order without a plan."""
-    order = order_of(run.settings)
-    readings = order.reads(run.settings, run.data.train, run.cursors, run.steps_to_read)
-    sentence, notes = readings_text(readings)
-    ok(sentence)
-    for note in notes:
-        print(f"warning: {note}")
 
 
 def inspect(settings: Settings, device: torch.device, named: Sequence[str]) -> tuple[Start, bool]:

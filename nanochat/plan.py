@@ -624,11 +624,8 @@ def _bucket_plan(
     """What a run takes from a bucket; `account`: None if no row was rehearsed."""
     trained = asked if account is None else account["rows"] * config.T
     exact = account is not None and not lengths.plenty
-    halts_at_once = account is not None and exact and asked > 0 and not account["rows"]
-    exact = exact and not halts_at_once
     if account is None or not exact:
-        # if it halts at once, some lane is without documents
-        account = sample_rows(config, bucket, lengths, asked, begin, all_lanes=halts_at_once)
+        account = sample_rows(config, bucket, lengths, asked, begin)
     return BucketPlan(
         documents=lengths.documents,
         tokens=lengths.tokens,
@@ -649,16 +646,12 @@ def sample_rows(
     lengths: Lengths,
     asked: int,
     begin: Sequence[Cursor] = (),
-    *,
-    all_lanes: bool = False,
 ) -> dict[str, int]:
     """A bucket's account of up to about SAMPLE_ROWS of the rows that hold `asked` tokens, after the
     cursors `begin` of a fork."""
     rows_of_lane = -(-asked // (config.T * config.V))
     # a few rows of one lane would say little: a long document in it may be a third of them
     num_lanes = min(config.V, max(1, SAMPLE_ROWS // max(1, rows_of_lane)))
-    if all_lanes:
-        num_lanes = config.V
     num_rows = min(rows_of_lane, -(-SAMPLE_ROWS // num_lanes))
     lanes = range(num_lanes)
     begun = {cursor["lane"]: cursor for cursor in begin if bucket in cursor["buckets"]}

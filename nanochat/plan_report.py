@@ -347,12 +347,11 @@ def _buckets_table(plan: Plan) -> list[str]:
     for name, bucket in plan.buckets.items():
         num_emitted = bucket.account["rows"] * (plan.T + 1)
         padded = bucket.account["padded"] / max(1, num_emitted)
-        # a bucket of which the run takes no row, say because it halts at once, has no shares to estimate
-        takes_rows = bucket.trained > 0
-        is_exact = (bucket.exact or not takes_rows) and not plan.estimate
+        is_exact = bucket.exact and not plan.estimate
         limit = f" of {bucket.max_epochs}" if bucket.max_epochs else ""
         shares = (bucket.cropped, bucket.repeated, padded)
-        percents = [f"{100 * share:.2f}" if takes_rows else None for share in shares]
+        # a bucket of which the run takes no row has no shares
+        percents = [f"{100 * share:.2f}" if bucket.trained else None for share in shares]
         line = {
             "bucket": name,
             "documents": bucket.documents,

@@ -117,17 +117,7 @@ def print_passes(start: Starting, data: RunData) -> None:
     if why and settings.plan == "error" and _is_new(start):
         raise ValueError(why)
     tokens = round(sample.total(sample.lengths - 1 - sample.repeated))  # without BOS
-    shown = two_digits(passes)
-    repeating = _repeats("its data", start, bucket, source, passes)
-    if repeating:
-        often = f"{shown} times as many, some of them several times"
-    elif passes < 0.5:
-        often = "less than half of them"
-    elif shown == "1":
-        often = "them once"
-    else:
-        often = f"them {shown} times"
-    print0(f"data: {about}{tokens:,} tokens; this run reads {often}")
+    print0(f"data: {about}{tokens:,} tokens; this run reads them {two_digits(passes)} times")
     for line in reading_notes(
         "its data",
         trained=trained,
@@ -138,7 +128,7 @@ def print_passes(start: Starting, data: RunData) -> None:
         about=about,
     ):
         log.warning("%s", line)
-    if repeating:
+    if repeating := _repeats("its data", start, bucket, source, passes):
         log.warning("%s", repeating)
 
 

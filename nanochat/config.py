@@ -466,7 +466,6 @@ class Settings(
         """The settings in a run's config.json, which is at `path`. A missing setting gets its
         default; unknown entries are ignored. ValueError, which begins with `path`, for a value that
         is invalid for its setting."""
-        value = _migrated(value)
         order = value.get("order", Settings.order)
         try:
             check_shape(order, str, "order")
@@ -552,23 +551,6 @@ def settings_class(order: str) -> type[Settings]:
 
 # ---- the command line ---------------------------------------------------------------------------
 
-# Settings of older versions, in the config.json of their runs. They decided no bit, so such a run
-# resumes without them.
-REMOVED = frozenset(
-    {
-        "log_every",
-        "row_losses",
-        "tokenizer_dir",  # now --tokenizer
-        "eval_bundle",
-        "keep_milestone_every",  # now --save-at
-        "allow_budget_mismatch",  # now only in the curriculum
-        "object_storage_cache",
-        "init_optimizer",  # now forks
-        "init_data",
-        # now of an order of their own, but once in the config.json of every run
-        *("split", "blend_weights", "eod_mask_loss", "num_samples", "index_cache"),
-    }
-)
 # settings that describe how one run begins, which a fork does not take from its parent
 OF_ONE_RUN = (
     "model_tag",
@@ -684,30 +666,9 @@ def known_settings(config: Mapping[str, Any]) -> dict[str, Field]:
     return fields_of(settings_class(order)) if order in ORDERS else FIELDS
 
 
-def without_removed(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A run's config.json without the settings that only older versions had."""
-    known = known_settings(config)
-    return {name: config[name] for name in config if name in known or name not in REMOVED}
-
-
-def _migrated(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A run's config.json, with the present form of what an older version had: --save-at for
-    --keep-milestone-every, allow_budget_mismatch in the curriculum, and --eval-tokens below 1, which
-    evaluated one row, as 1 does."""
-    config = dict(config)
-    if every := config.get("keep_milestone_every"):
-        config["save_at"] = f"{every}*"
-    if config.get("allow_budget_mismatch") and isinstance(config.get("curriculum"), dict):
-        config["curriculum"] = {**config["curriculum"], "allow_budget_mismatch": True}
-    if isinstance(config.get("eval_tokens"), int):
-        config["eval_tokens"] = max(1, config["eval_tokens"])
-    return config
-
-
 def flags_of_run(config: Mapping[str, Any]) -> dict[str, Any]:
     """The entries of a run's config.json that --config takes as flags: not --resume and --force,
     which describe one launch."""
-    config = _migrated(config)
     return {
         name: config[name]
         for name, f in known_settings(config).items()
@@ -897,7 +858,7 @@ def resume_settings(
             if getattr(last, name) != before:
                 whose = "the launch before had"
             notices[name] = Notice(f"{what}: {whose} {old!r}, this launch has {new!r}", note)
-    unknown = run.keys() - fields_of(type(then)).keys() - REMOVED - {"origin", "derived"}
+    unknown = run.keys() - fields_of(type(then)).keys() - {"origin", "derived"}
     refused += [
         f"{flag(name)}: the run has {run[name]!r}, but this code has no such setting"
         for name in sorted(unknown)

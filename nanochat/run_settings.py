@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from nanochat.common import show
-from nanochat.config import Settings, known_settings, without_removed
+from nanochat.config import Settings, known_settings
 from nanochat.dataloader import StepLayout, default_leaves
 from nanochat.fp8 import convert
 from nanochat.gpt import GPT, GPTConfig
@@ -294,7 +294,7 @@ def setting_tables(
                 tables["default"].append((name, text))
         elif name in typed:
             tables["set"].append((name, text, json.dumps(default)))
-        elif name in without_removed(config) and name != "derived":
+        elif name != "derived":
             tables["worked out"].append((name, text))
     for name, value in config["derived"].items():
         is_set = name in typed and value == config.get(name)

@@ -492,11 +492,6 @@ def keep_length(
 
 def _check_beginning(run_dir: Path, settings: Settings, config: Mapping[str, Any]) -> None:
     """ValueError if a run cannot begin as its settings say."""
-    if config.get("init_data") == "continue":
-        raise ValueError(
-            f"{run_dir}: older code began this run with --init-data=continue, and it has no checkpoint "
-            f"yet; begin again with --fork-from=RUN@STEP and --model-tag=NAME"
-        )
     is_new = not config and settings.fork_from is None
     if is_new and settings.data_format not in FORMATS:
         # the FileSource of a fork's own kind of file receives nothing else; older code took the others

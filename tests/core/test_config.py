@@ -15,15 +15,11 @@ from nanochat.common import write_json
 from nanochat.config import (
     FIELDS,
     OF_LAUNCH,
-    REMOVED,
-    Settings,
     add_flags,
     fields_of,
     flag,
-    flags_of_run,
     resume_settings,
     settings_table,
-    without_removed,
 )
 from nanochat.integrations.megatron_settings import MegatronSettings
 from nanochat.old_flags import OLD_FLAGS
@@ -368,75 +364,15 @@ def test_a_config_json_with_impossible_values_is_named(damage, error):
     assert str(e.value).count("; restore it, if it was damaged or edited") == 1
 
 
-OLD = {
-    "log_every": 10,
-    "row_losses": False,
-    "tokenizer_dir": "x",
-    "eval_bundle": None,
-    "keep_milestone_every": None,
-    "allow_budget_mismatch": False,
-    "object_storage_cache": "/cache",
-    "init_optimizer": False,
-    "init_data": "fresh",
-    "split": None,
-    "blend_weights": None,
-    "eod_mask_loss": False,
-    "num_samples": -1,
-    "index_cache": None,
-}
-
-
-def test_a_run_with_removed_settings_resumes_without_them():
-    assert OLD.keys() == REMOVED
-    assert resume_settings({**RUN.to_json(), **OLD}, RUN, run_dir=RUN_DIR) == (RUN, {})
-
-
-def test_settings_of_older_versions_do_not_make_runs_differ():
-    run = RUN.to_json()
-    assert without_removed({**run, **OLD}) == run
-    megatron = RUNS[MegatronSettings].to_json()
-    assert without_removed({**megatron, "log_every": 1}) == megatron, (
-        "its split is no older setting"
-    )
-
-
 def test_the_config_json_of_an_imported_run_is_a_file_of_flags(tmp_path):
     """Regression: "--world-size: unknown flag"."""
     write_json(tmp_path / "config.json", RUN.to_json())  # without "derived"
     assert parse(f"--config={tmp_path / 'config.json'}").depth == RUN.depth
 
 
-def test_the_config_json_of_a_run_with_removed_settings_is_a_file_of_flags(tmp_path):
-    write_json(tmp_path / "config.json", {**RUN.to_json(), **OLD, "derived": {}})
-    assert parse(f"--config={tmp_path / 'config.json'}") == RUN
-
-
 def test_a_single_step_to_save_at_may_be_a_number_in_a_file(tmp_path):
     (tmp_path / "flags.yaml").write_text("save-at: 100\n")
     assert parse(f"--config={tmp_path / 'flags.yaml'}").save_at == "100"
-
-
-@pytest.mark.parametrize("number", [-1, 0])
-def test_an_older_run_that_evaluated_one_row_is_still_read(number):
-    config = {**Settings().to_json(), "eval_tokens": number}
-    assert Settings.from_json(config).eval_tokens == 1
-    assert flags_of_run({**config, "derived": {}})["eval_tokens"] == 1
-
-
-def test_the_milestones_of_an_older_run_are_its_save_at(tmp_path):
-    """Without it, a resume would delete the milestones that the run has saved."""
-    run = {**RUN.to_json(), "keep_milestone_every": 7}
-    keeps = replace(RUN, save_at="7*")
-    assert resume_settings(run, keeps, run_dir=RUN_DIR) == (keeps, {})
-    write_json(tmp_path / "config.json", {**run, "derived": {}})
-    assert parse(f"--config={tmp_path / 'config.json'}") == keeps
-
-
-def test_an_older_run_whose_length_may_differ_from_its_curriculum_says_so_in_it(tmp_path):
-    mix = {"phases": [{"duration_tokens": 10, "mix": {"web": 1}}]}
-    run = {**RUN.to_json(), "curriculum": mix, "allow_budget_mismatch": True}
-    write_json(tmp_path / "config.json", {**run, "derived": {}})
-    assert parse(f"--config={tmp_path / 'config.json'}").mix.allow_budget_mismatch
 
 
 def test_a_file_of_flags_may_hold_a_curriculum_as_its_file_would(tmp_path):

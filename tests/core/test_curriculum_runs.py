@@ -372,19 +372,6 @@ def test_the_curriculum_of_a_config_file_counts():
     assert "completed after 6 steps" in again.out
 
 
-def test_a_run_of_older_code_with_a_curriculum_resumes():
-    """Its config.json has allow_budget_mismatch outside of the curriculum."""
-    mix = mix_file([(2, {"web": 1}), (1, {"code": 1})], allow_budget_mismatch=True)
-    succeed(mix, num_iterations=4)
-    path = run_dir() / "config.json"
-    config = json.loads(path.read_text())
-    config["allow_budget_mismatch"] = config["curriculum"].pop("allow_budget_mismatch")
-    path.write_text(json.dumps(config))
-    with mock.patch.object(training, "flags", lambda **named: training.as_flags(named)):
-        training.succeed(config=path, num_iterations=6)
-    assert max(steps()) == 5
-
-
 def test_a_fork_may_end_within_the_phases_that_it_inherits():
     """Regression: the recipe for a loss spike was refused for every run with a curriculum."""
     mix = mix_file([(2, {"web": 1}), (6, {"code": 1})])

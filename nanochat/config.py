@@ -28,7 +28,7 @@ import argparse
 import contextlib
 import itertools
 import logging
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import Field, asdict, dataclass, fields, replace
 from functools import partial
 from pathlib import Path
@@ -434,14 +434,21 @@ class Settings(
             )
         if self.fork_from is not None and self.model_tag is None:
             raise ValueError("--fork-from: a fork is a new run; name it with --model-tag=NAME")
-        if self.data_format in FORMATS and self.data_format != "text":
-            self.refuse_selection()
+        if self.skip_steps and self.fork_from is None:
+            raise ValueError(
+                f"--skip-steps={self.skip_steps}: applies only to a fork; name the run, and the step before the rows "
+                f"to skip, with --fork-from=RUN@STEP"
+            )
+        self._check_selection()
 
-    def refuse_selection(self, *, but: Collection[str] = ()) -> None:
-        """ValueError if settings that select documents of text differ from their defaults. `but`:
-        the names of those that may."""
+    def _check_selection(self) -> None:
+        """ValueError if settings that select documents of text differ from their defaults, but the data
+        is not text. The FileSource of a fork's own kind of file receives --text-field, too."""
+        if self.data_format == "text":
+            return
+        may_differ = () if self.data_format in FORMATS else ("text_field",)
         for name, value in Selection.of(asdict(self)).named().items():
-            if name not in but:
+            if name not in may_differ:
                 raise ValueError(
                     f"{flag(name)}={value}: applies to text only, but --data-format is "
                     f"{self.data_format}; remove it"

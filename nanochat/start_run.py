@@ -70,7 +70,7 @@ from nanochat.dist import (
     other_processors,
     versions,
 )
-from nanochat.files import FORMATS, OWN_TOKENIZER, data_at, default_data_path, list_files, paths_in
+from nanochat.files import OWN_TOKENIZER, data_at, default_data_path, list_files, paths_in
 from nanochat.fork import (
     LENGTH,
     Parent,
@@ -397,7 +397,6 @@ def _inspect(
     checkpoint = None if scratch else _own_checkpoint(run_dir, settings.resume)
     origin = parent = None
     if checkpoint is None:
-        _check_beginning(run_dir, settings, config)
         if settings.init_from is not None:
             origin = find_origin(settings.init_from, config.get("origin"))
         if settings.fork_from is not None:
@@ -488,19 +487,6 @@ def keep_length(
     if "curriculum" not in named and settings.curriculum == first.curriculum:
         kept["curriculum"] = last.curriculum
     return replace(settings, **kept)
-
-
-def _check_beginning(run_dir: Path, settings: Settings, config: Mapping[str, Any]) -> None:
-    """ValueError if a run cannot begin as its settings say."""
-    is_new = not config and settings.fork_from is None
-    if is_new and settings.data_format not in FORMATS:
-        # the FileSource of a fork's own kind of file receives nothing else; older code took the others
-        settings.refuse_selection(but=("text_field",))
-    if settings.skip_steps and is_new:
-        raise ValueError(
-            f"--skip-steps={settings.skip_steps}: applies only to a fork; name the run, and the step "
-            f"before the rows to skip, with --fork-from=RUN@STEP"
-        )
 
 
 def _check_length(settings: Settings, horizon: Horizon, checkpoint: Checkpoint | None) -> None:

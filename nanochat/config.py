@@ -655,8 +655,8 @@ def _add_group(parser: Parser, group: type, without: Sequence[str], listed: bool
 
 
 def instead_of(name: str) -> str:
-    """What to use in place of an unknown flag: one of another program, of an older version, or of
-    another --order. '' if it is none of these."""
+    """What to use in place of an unknown flag: one of another program, or of another --order. '' if it
+    is neither."""
     if name in OLD_FLAGS:
         return OLD_FLAGS[name]
     for order in ORDERS:

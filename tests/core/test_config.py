@@ -213,7 +213,6 @@ def test_a_flag_of_another_program_is_an_error_that_names_ours(name, capsys):
     assert capsys.readouterr().err.startswith(f"error: {name}: {OLD_FLAGS[name]}")
     assert {
         "--resume-from-step",
-        "--allow-curriculum-change",
         "--batch-size",
         "--learning-rate",
         "--training.resume",
@@ -383,23 +382,6 @@ def test_a_file_of_flags_may_hold_a_curriculum_as_its_file_would(tmp_path):
     from_file = parse(f"--curriculum={tmp_path / 'mix.yaml'}", "--num-iterations=9")
     assert from_file.mix is not None
     assert parse(f"--config={tmp_path / 'flags.yaml'}") == from_file
-
-
-@pytest.mark.parametrize(
-    "flag, advice",
-    [
-        ("--log-every=2", "every step is printed"),
-        ("--no-row-losses", "the losses of rows are always kept"),
-        (
-            "--object-storage-cache=x",
-            "copies are in <base dir>/object_storage, and NANOCHAT_BASE_DIR",
-        ),
-    ],
-)
-def test_a_removed_flag_is_refused_with_what_happens_now(capsys, flag, advice):
-    with pytest.raises(SystemExit, match="2"):
-        parse(flag)
-    assert f"omit it; {advice}" in capsys.readouterr().err
 
 
 def test_the_notation_and_last_duration_of_a_curriculum_may_change():

@@ -849,8 +849,10 @@ def resume_settings(
         decides = f.metadata["decides"]
         note = f.metadata["note"].replace("RUN/", f"{run_dir}/")
         differing = changes_of(name, before, after)
-        if name == "curriculum" and (longer := _longer_last_phase(last.mix, command.mix)):
-            notices[name] = Notice(longer, HORIZON)
+        lasted, lasts = last.curriculum_tokens, command.curriculum_tokens
+        if name == "curriculum" and lasted != lasts:
+            change = f"{flag(name)}: its phases had {lasted:,} tokens (0: no end), now {lasts:,}"
+            notices[name] = Notice(change, HORIZON)
         if differing and decides:
             can_init = can_init and Decides.WEIGHTS not in decides
             can_fork = can_fork and not is_kept_by_forks(name, decides)
@@ -896,19 +898,6 @@ def _different_settings(
         f"{path}: the run was started with different settings:\n  {lines}\n"
         + "; ".join([f"{remedy}, or start a new run with --model-tag=NAME", *ways])
     )
-
-
-def _longer_last_phase(then: Curriculum | None, now: Curriculum | None) -> str:
-    """In words, that the last phase of a curriculum has another duration; "" if it has not. The last
-    phase never ends, so this decides the length of the run alone."""
-    if then is None or now is None:
-        return ""
-    before = then.phases[-1].duration_tokens
-    after = now.phases[-1].duration_tokens
-    if before == after:
-        return ""
-    had, has = ["no end" if n is None else f"{n:,} tokens" for n in (before, after)]
-    return f"--curriculum: its last phase had {had}, now {has}"
 
 
 def settings_table() -> str:

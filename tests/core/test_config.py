@@ -390,7 +390,7 @@ def test_the_notation_and_last_duration_of_a_curriculum_may_change():
     settings, notices = resume_settings(then.to_json(), now, run_dir=RUN_DIR)
     assert settings == now
     before = MIX["phases"][-1]["duration_tokens"]
-    change = f"--curriculum: its last phase had {before:,} tokens, now 99 tokens"
+    change = f"--curriculum: its phases had {before:,} tokens (0: no end), now 99"
     assert [notice.change for notice in notices.values()] == [change]
     more = {**MIX, "phases": [*MIX["phases"], {"duration_tokens": 5, "mix": {"code": 1}}]}
     with pytest.raises(ValueError) as caught:

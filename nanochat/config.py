@@ -57,12 +57,10 @@ from nanochat.order import ORDERS, StreamSettings
 from nanochat.pins import DATA_MANIFEST, read_manifests
 from nanochat.run_dir import (
     CONFIG_NAME,
-    checkpoint_folders,
     config_at,
     curriculum_text,
     find_run_at,
     read_config,
-    run_made_of,
     run_path,
     step_in,
 )
@@ -839,23 +837,18 @@ def resume_settings(
     known = fields_of(type(then) if type(then) is type(command) else Settings)
     notices: dict[str, Notice] = {}
     refused: list[str] = []
-    can_init = True  # whether the run's weights fit the settings of the command
-    can_fork = True  # whether a fork may have the settings of the command
     for name, f in known.items():
         before, after = getattr(then, name), now[name]
         is_automatic = f.metadata.get("auto") and after == f.default
         if is_automatic or name == "fork":
             now[name] = after = before
-        decides = f.metadata["decides"]
         note = f.metadata["note"].replace("RUN/", f"{run_dir}/")
         differing = changes_of(name, before, after)
         lasted, lasts = last.curriculum_tokens, command.curriculum_tokens
         if name == "curriculum" and lasted != lasts:
             change = f"{flag(name)}: its phases had {lasted:,} tokens (0: no end), now {lasts:,}"
             notices[name] = Notice(change, HORIZON)
-        if differing and decides:
-            can_init = can_init and Decides.WEIGHTS not in decides
-            can_fork = can_fork and not is_kept_by_forks(name, decides)
+        if differing and f.metadata["decides"]:
             lines = []
             for what, *values in differing:
                 old, new = [curriculum_text(value) or repr(value) for value in values]
@@ -869,35 +862,19 @@ def resume_settings(
             notices[name] = Notice(f"{what}: {whose} {old!r}, this launch has {new!r}", note)
     unknown = run.keys() - fields_of(type(then)).keys() - {"origin", "derived"}
     refused += [
-        f"{flag(name)}: the run has {run[name]!r}, but this code has no such setting"
+        f"{flag(name)}: the run has {run[name]!r}, but this code has no such setting; use the code that began it"
         for name in sorted(unknown)
     ]
     if refused:
-        ways = []
-        if can_fork and not run_made_of(run_dir):
-            ways.append(f"--fork-from={run_dir.name} continues this run with them")
-        if can_init:
-            ways.append(f"--init-from={run_dir.name} starts a run with its weights")
-        raise _different_settings(run_dir, refused, ways, is_known=not unknown)
+        tag = run_dir.name
+        listed = "\n  ".join(refused)
+        raise ValueError(
+            f"{path}: the run was started with different settings:\n  {listed}\n"
+            f"use the run's settings (--config={path}), or start a new run with --model-tag=NAME: a fork of this one "
+            f"(--fork-from={tag}; it keeps model, tokenizer and order of the data), or one with its weights "
+            f"(--init-from={tag}); --resume=scratch --force replaces this run"
+        )
     return type(command)(**now), notices
-
-
-def _different_settings(
-    run_dir: Path, refused: Sequence[str], ways: Sequence[str], *, is_known: bool
-) -> ValueError:
-    """The error of a command whose settings are not those of its run. `refused`: a line for each;
-    `ways`: how to continue with them; `is_known`: whether this code has all settings of the run."""
-    path = run_dir / "config.json"
-    remedy = (
-        f"use the run's settings (--config={path})" if is_known else "use the code that began it"
-    )
-    if not checkpoint_folders(run_dir):
-        ways = ["to replace this run, which has no checkpoint yet, add --resume=scratch --force"]
-    lines = "\n  ".join(refused)
-    return ValueError(
-        f"{path}: the run was started with different settings:\n  {lines}\n"
-        + "; ".join([f"{remedy}, or start a new run with --model-tag=NAME", *ways])
-    )
 
 
 def settings_table() -> str:

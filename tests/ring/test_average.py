@@ -77,7 +77,7 @@ def test_an_average_is_not_trained_further_and_says_how_to_begin_from_it(copied)
     over = training.succeed(model_tag="run-average-2").out
     assert "nothing to do" in over and "raise --num-iterations" not in over
     other = training.refuse(model_tag="run-average-2", matrix_lr=0.5)
-    assert "--init-from=run-average-2" in other and "--fork-from" not in other
+    assert "--init-from=run-average-2" in other
     longer = {"model_tag": "run-average-2", "num_iterations": STEPS + 1}
     fork = {"fork_from": "run-average-2", "model_tag": "fork", "num_iterations": STEPS + 1}
     for words in (over, training.refuse(**longer), training.refuse(**fork)):

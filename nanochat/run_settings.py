@@ -242,18 +242,6 @@ def ends_early(settings: Settings, horizon: Horizon) -> bool:
     return settings.curriculum_end - horizon.total_tokens > horizon.total_batch_size
 
 
-def how_to_extend(settings: Settings, horizon: Horizon) -> str:
-    """What makes a run longer, as an imperative."""
-    mix = settings.mix
-    is_any_length_allowed = mix is None or not mix.tokens or mix.allow_budget_mismatch
-    if is_any_length_allowed or ends_early(settings, horizon):
-        return "raise --num-iterations"
-    return (
-        f"name a --curriculum whose last phase is longer (phases count from token "
-        f"{settings.curriculum_begin:,} of the run)"
-    )
-
-
 def derive(settings: Settings, horizon: Horizon) -> dict[str, Any]:
     """{name: figure} for the figures that follow from the settings."""
     model = build_model(settings)

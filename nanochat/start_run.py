@@ -90,7 +90,6 @@ from nanochat.run_dir import (
     find_run_at,
     is_run_dir,
     keep_cursors,
-    made_of,
     new_run_path,
     newest_events,
     open_folders,
@@ -101,7 +100,7 @@ from nanochat.run_dir import (
 from nanochat.run_guard import Guard
 from nanochat.run_order import order_of, stream_config
 from nanochat.run_settings import build_model as build_model  # forks import it from here
-from nanochat.run_settings import derive, device_memory, how_to_extend, resolve
+from nanochat.run_settings import derive, device_memory, resolve
 from nanochat.run_settings import estimate_memory as estimate_memory
 from nanochat.schedule import Horizon, HorizonSettings
 from nanochat.sources import RunData, check_files, open_data, warn_of_arrivals
@@ -114,6 +113,8 @@ from nanochat.tokenizer import (
     get_tokenizer,
     read_description,
 )
+
+EXTEND = "raise --num-iterations (with a curriculum: give its last phase more tokens)"
 
 
 class Over(NamedTuple):
@@ -195,14 +196,10 @@ class Start:
         ended = "completed" in self.events or "started" not in self.events
         if status == "completed" and self.step >= self.horizon.num_iterations and ended:
             done = f"completed after {counted(self.step, 'step')} ({where})"
-            further = how_to_extend(self.settings, self.horizon)
-            if made_of(self.seal) or not self._has_room():
-                further = "start a new run from its weights with "
-                further += f"--init-from={self.run_dir.name} --model-tag=NAME"
             return Over(
                 0,
-                f"{self.run_dir}: {done}, nothing to do; to train further, {further}; to start another run, "
-                f"use --model-tag=NAME",
+                f"{self.run_dir}: {done}, nothing to do; to train further, {EXTEND}; to start another run, use "
+                f"--model-tag=NAME, and for one with these weights --init-from={self.run_dir.name} --model-tag=NAME",
             )
         allowed = self.settings.allow_bucket_exhaustion and not self.seal.get("all_dry")
         if status == "halted" and not allowed:
@@ -212,14 +209,6 @@ class Start:
                 f"{self.run_dir}: halted ({where}): {self.seal['halted']}; {remedy}",
             )
         return None
-
-    def _has_room(self) -> bool:
-        """Whether the run's order has another step after this one."""
-        try:
-            order_of(self.settings).settle(self.settings, self.horizon, self.cursors, steps=1)
-        except ValueError:
-            return False
-        return True
 
 
 @dataclass(frozen=True)
@@ -499,7 +488,7 @@ def _check_length(settings: Settings, horizon: Horizon, checkpoint: Checkpoint |
     if checkpoint.step > horizon.num_iterations:
         raise ValueError(
             f"{settings.tag}: it has taken {checkpoint.step:,} steps, but this command ends it after "
-            f"{horizon.num_iterations:,}; {how_to_extend(settings, horizon)}, or end a fork of an earlier step "
+            f"{horizon.num_iterations:,}; {EXTEND}, or end a fork of an earlier step "
             f"there (--fork-from={settings.tag}@STEP --model-tag=NAME)"
         )
 

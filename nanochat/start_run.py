@@ -72,7 +72,6 @@ from nanochat.dist import (
 )
 from nanochat.files import OWN_TOKENIZER, data_at, default_data_path, list_files, paths_in
 from nanochat.fork import (
-    LENGTH,
     Parent,
     branch_off,
     continue_cursors,
@@ -402,9 +401,6 @@ def _inspect(
         device_memory(device, settings.world_size),
         manifests.get("train"),
     )
-    if config and _lengths_before(run_dir, config) == {horizon.num_iterations}:
-        # such as --num-iterations with the length that a curriculum has
-        notices = {name: notice for name, notice in notices.items() if name not in LENGTH}
     if parent is not None:
         settings = note_length(settings, parent, horizon.num_iterations)
         checkpoint = first_checkpoint(parent, settings, model_config)
@@ -443,13 +439,6 @@ def _resumed(
     settings = keep_length(run_dir, settings, config, newest, named)
     settings, notices = resume_settings(config, settings, run_dir=run_dir, newest=newest)
     return config, settings, notices
-
-
-def _lengths_before(run_dir: Path, config: Mapping[str, Any]) -> set[int | None]:
-    """The numbers of steps of a run's first launch, and of its newest."""
-    started = newest_events(run_dir, math.inf).get("started", {})
-    first = config.get("derived", {}).get("num_iterations")
-    return {first, started.get("num_iterations", first)}
 
 
 def keep_length(

@@ -453,14 +453,6 @@ def continue_cursors(
 
 def _tell(run: str, *, left: list[str], new: list[str]) -> None:
     """Print which buckets a fork does not go on with, because nothing else would show it."""
-    replaced = [bucket for bucket in left if bucket in new]
-    left = [bucket for bucket in left if bucket not in replaced]
-    new = [bucket for bucket in new if bucket not in replaced]
-    if replaced:
-        print0(
-            f"note: {', '.join(replaced)}: the fork does not go on with the files that {run} read, but reads others "
-            f"from their beginning; documents of the former that were pending are in no row of the fork"
-        )
     if left:
         print0(
             f"note: {', '.join(left)}: {run} read this, and the fork does not go on with it; documents that were "

@@ -598,8 +598,8 @@ def test_other_data_begins_anew_and_validation_may_change_with_it(workplace):
         training.write_shard(path, training.texts(96, seed=20 + number))
     validation = workplace / "other" / "part_2.parquet"
     outcome = fork(data_path=workplace / "other", val_path=validation)
-    [note] = [line for line in outcome.out.splitlines() if line.startswith("note: data: ")]
-    assert "does not go on with" in note and "beginning" in note
+    left, new = [line for line in outcome.out.splitlines() if line.startswith("note: data: ")]
+    assert "does not go on with" in left and "beginning" in new
     ours = RunReader(training.run_dir("child"))
     first = f"validation bits per byte {ours.val_bpb[AT]:.6f} -> "
     assert first in outcome.out, "of the same text as its last ones"

@@ -369,15 +369,10 @@ def _joined(
     for entry in theirs["files"]:
         place = "" if manifest["root"] == theirs["root"] else f" in {theirs['root']}"
         own = found.pop(entry["name"], None)
-        if own is None and (as_path(manifest["root"]) / entry["name"]).exists():
-            raise ValueError(
-                f"{manifest['root']}/{entry['name']}: it is validation data here, but {run} trains on the file of "
-                f"this name{place}; name other data with --val-path or --data-path"
-            )
         if own is None:
             raise FileNotFoundError(
-                f"--data-path: {entry['name']} is missing in {manifest['root']}, and {run} reads it; a fork "
-                f"may add files, or read none of its parent's"
+                f"{manifest['root']}/{entry['name']}: missing or validation data, but {run} trains on the file of "
+                f"this name{place}; a fork may add files, or read none of its parent's"
             )
         own = keep_groups(own, entry)
         if pins_of(own) != pins_of(entry):

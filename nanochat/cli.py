@@ -36,7 +36,6 @@ import tomllib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import field
 from enum import Flag, auto
-from itertools import takewhile
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -212,19 +211,10 @@ class Parser(argparse.ArgumentParser):
             del parsed.config
         if self.inherits is not None:
             parsed.named = self._names_in(named)
-        at = given.index("--data-path") + 1 if "--data-path" in given else len(given)
-        paths = [*takewhile(lambda word: not word.startswith("-"), given[at:])]
-        if rest and rest[0] in paths[1:]:
-            self.error(
-                f"--data-path: got {len(paths)} words; separate them by commas: --data-path={','.join(paths)}"
-            )
-        data = {"--data-path", "--input-dir"} & self._option_string_actions.keys()
-        if rest and data and Path(rest[0]).exists():
-            self.error(f"{rest[0]}: not a flag; use {data.pop()}={rest[0]} to name the text")
         if rest and not rest[0].startswith("-") and "--model-tag" in self._option_string_actions:
             self.error(
-                f"{rest[0]}: not a flag; use --model-tag={rest[0]} to name a run, or --config=RUN/config.json "
-                f"to read a run's flags"
+                f"{rest[0]}: not a flag; name data with --data-path=PATH (several with commas between them), a run "
+                f"with --model-tag=NAME, and its flags with --config=RUN/config.json"
             )
         for flag in ("--data-path", "--val-path"):
             value = value_of(named, flag)  # not an inherited one, which older code may have allowed

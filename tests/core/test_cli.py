@@ -70,7 +70,6 @@ def test_a_file_of_flags_need_not_hold_the_required_ones(tmp_path, capsys):
         ([], "error: the following arguments are required: --text"),
         (["--txet=x"], "error: --txet: unknown flag; did you mean --text?"),
         (["--text=x", "y"], "error: unrecognized arguments: y"),
-        (["--text=x", "."], "error: .: not a flag; use --input-dir=. to name the text"),
         (["rows", "--txet=x"], "error: --txet: unknown flag; did you mean --text?"),
         (["--resume-from-step=7"], "error: --resume-from-step: use --resume=PATH"),
         (["--depth=four", "--text=x"], "error: argument --depth: invalid int value: 'four'"),

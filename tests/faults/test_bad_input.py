@@ -281,7 +281,7 @@ FLAGS = [
         ("--window-pattern=SXL", ("window_pattern", "letters S")),
         ("--depth=0", ("--depth: got 0", "expected at least 1")),
         ("--resume=nowhere/checkpoint-3", ("no run 'nowhere/checkpoint-3'", "neither a tag")),
-        ("d12", ("d12: not a flag; use --model-tag=d12 to name a run",)),
+        ("d12", ("d12: not a flag; name data with --data-path",)),
         ("--init-from=nobody", ("nobody", "run")),
         ("--init-from=run@99", ("run@99", "trained 8 steps")),
         (

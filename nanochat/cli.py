@@ -42,7 +42,6 @@ from typing import Any, TextIO
 import yaml
 
 from nanochat.common import (
-    WRITABLE_BASE,
     Stop,
     bars_hidden,
     get_dist_info,
@@ -597,16 +596,6 @@ def sigterm_interrupts() -> Iterator[None]:
         signal.signal(signal.SIGTERM, previous)
 
 
-def _base_hint(e: Exception) -> str:
-    """The end of an error: a remedy if a file below the base directory cannot be written, otherwise
-    ''."""
-    if not isinstance(e, OSError) or e.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
-        return ""
-    base = Path(os.environ.get("NANOCHAT_BASE_DIR") or "~/.cache/nanochat").expanduser().absolute()
-    below = isinstance(e.filename, str) and Path(e.filename).absolute().is_relative_to(base)
-    return WRITABLE_BASE if below else ""
-
-
 def run_main(main: Callable[[], int | None]) -> None:
     """Run a script and exit with the code that `main()` returns. The last line of every script
     calls this. Bad input (ValueError, OSError) becomes one sentence on stderr and exit code 1. The
@@ -636,7 +625,7 @@ def run_main(main: Callable[[], int | None]) -> None:
         discard(sys.stdout.fileno())  # with the output that is still buffered
         code = 128 + signal.SIGPIPE
     except (ValueError, OSError) as e:
-        _say(f"error: {visible(public(str(e)))}{_base_hint(e)}")
+        _say(f"error: {visible(public(str(e)))}")
         code = EXIT_FAILED
     except Stop as e:
         _say(f"stopped: {visible(public(str(e)))}")

@@ -282,10 +282,7 @@ class Parser(argparse.ArgumentParser):
             else:
                 values = read_yaml(path)  # also JSON, which is YAML
         except OSError as e:
-            folder = Path(path).parent
-            beside = sorted(os.listdir(folder)) if folder.is_dir() else []
-            similar = did_you_mean(Path(path).name, beside)
-            self.error(f"{reason_of(e)}{similar or '; expected a file of flags'}")
+            self.error(f"{reason_of(e)}; expected a file of flags")
         except (ValueError, RecursionError) as e:
             self.error(f"{' '.join(str(e).split())[:150]}; expected YAML, or TOML in a .toml file")
         if not isinstance(values, dict):

@@ -170,7 +170,7 @@ DATA = [  # (command line, files, words)
     (
         "base_train --config=mix.yml",
         {"mix.yaml": "depth: 1"},
-        ("--config=mix.yml", "did you mean mix.yaml?"),
+        ("--config=mix.yml", "No such file"),
     ),
     ("base_train --curriculum=gone.yaml", {}, ("gone.yaml: no such curriculum file",)),
     (

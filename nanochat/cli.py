@@ -350,16 +350,6 @@ class Parser(argparse.ArgumentParser):
             self.error(f"{name}: {self.instead(name) or hint}")
         return known[name]
 
-    def _check_value(self, action: argparse.Action, value: object) -> None:
-        """Exit with one sentence if the value of a flag, or a subcommand, is not among its
-        choices."""
-        if action.choices is not None and value not in action.choices:
-            name = "/".join(action.option_strings) or "subcommand"
-            self.error(
-                f"{name}: got {value!r}, expected {', '.join(map(str, action.choices))}"
-                f"{did_you_mean(str(value), map(str, action.choices))}"
-            )
-
     def error(self, message: str) -> Any:
         all_flags = "--help-all" if self.everyday else "--help"
         self.exit(2, visible(f"error: {self.where}{message} (all flags: {all_flags})\n"))

@@ -325,7 +325,7 @@ def loop(run: Run, training: Training, guard: Guard, journal: Journal, saves: Sa
         journal.end("failed", progress.step, str(e))
         if guard.rank != 0:
             raise SystemExit(1) from e  # rank 0 prints the error
-        raise ValueError(f"{e}. {after_failure(run, progress)}") from e
+        raise ValueError(f"{e}. {after_failure(run)}") from e
     except Exception as e:
         with suppress(Exception):  # the log may be what failed
             journal.event("failed", progress.step, reason=f"{type(e).__name__}: {e}")
@@ -621,23 +621,15 @@ def report_stop(run: Run, progress: Progress, stop: Stop) -> int:
     return EXIT_HALTED if stop.status == "halted" else 0
 
 
-def after_failure(run: Run, progress: Progress) -> str:
+def after_failure(run: Run) -> str:
     """What is left after a step that was not applied, and what to do."""
     checkpoints = list_checkpoints(run.run_dir)
     kept = f"{checkpoints[0]} is kept" if checkpoints else "no checkpoint exists yet"
-    fork = (
-        f"Fork the run from an earlier step (--fork-from={run.run_dir.name}@STEP --model-tag=NAME) "
-        f"with lower learning rates"
+    return (
+        f"The step was not applied, and {kept}. Fork the run from an earlier step "
+        f"(--fork-from={run.run_dir.name}@STEP --model-tag=NAME), with lower learning rates, with another "
+        f"--skip-spikes, or, if the rows of one step are to blame, without them (--skip-steps)"
     )
-    if progress.skipped_in_a_row == MOST_IN_A_ROW:
-        # each of the steps has other rows, so no row is to blame
-        ways = (
-            f"{fork}, if an update before these steps damaged the weights (base_eval {run.run_dir.name}@STEP shows "
-            f"it), or with a larger --skip-spikes, if the data is harder from there on"
-        )
-    else:
-        ways = f"{fork}, or without the rows of this step (--skip-steps)"
-    return f"The step was not applied, and {kept}. {ways}"
 
 
 def validation_text(run: Run, progress: Progress) -> str:

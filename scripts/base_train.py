@@ -56,7 +56,7 @@ from nanochat.run_state import renew_state
 from nanochat.run_stop import Diverged
 from nanochat.run_summary import explain_out_of_memory, print_split, print_summary
 from nanochat.schedule import Schedule
-from nanochat.spikes import ENOUGH, MOST_IN_A_ROW, describe, remember
+from nanochat.spikes import MOST_IN_A_ROW, describe, remember
 from nanochat.start_run import (
     Over,
     Run,
@@ -281,11 +281,6 @@ def loop(run: Run, training: Training, guard: Guard, journal: Journal, saves: Sa
     is_final_saved = False
     try:
         print0("start: steps show the smoothed loss, rates (x1: peak), norm of the gradient, time")
-        if settings.skip_spikes is not None and len(progress.window) < ENOUGH:
-            judged = progress.step + ENOUGH - len(progress.window)
-            print0(
-                f"start: --skip-spikes judges from step {judged:,} on, after {ENOUGH} applied steps"
-            )
         print0("start: packing the first step")
         training.check_next_step(run)
         guard.stop_if_asked()  # during the set-up

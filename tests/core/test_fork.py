@@ -705,9 +705,3 @@ def test_a_parent_that_changed_before_the_fork_had_a_checkpoint_is_refused():
         training.run_dir("other") / "checkpoints" / f"checkpoint-{AT}", theirs / f"checkpoint-{AT}"
     )
     assert "different checkpoint" in fork(run=training.refuse)
-
-
-def test_a_fork_that_begins_to_skip_spikes_says_from_which_step_on_it_judges():
-    """Regression: the first 16 steps of such a fork were not judged, without a word."""
-    out = fork(tag="careful", skip_spikes=8.0).out
-    assert f"start: --skip-spikes judges from step {AT + 16} on, after 16 applied steps\n" in out

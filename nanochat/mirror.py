@@ -155,10 +155,9 @@ class RunMirror(Mirror):
         }
 
     @staticmethod
-    def preview(settings: Settings, run_dir: Path) -> tuple[str, bool]:
-        """(what a launch would find in its mirror, as a sentence; whether it would bring the run to this
-        machine). Changes nothing, here and there, and does not ask for an owner. ValueError or OSError
-        for a mirror that a launch would refuse."""
+    def preview(settings: Settings, run_dir: Path) -> str:
+        """What a launch would find in its mirror, as a sentence. Changes nothing, here and there, and
+        does not ask for an owner. ValueError or OSError for a mirror that a launch would refuse."""
         assert settings.mirror_to is not None
         check_place(settings.mirror_to)
         store = open_store(settings.mirror_to, make=False)
@@ -171,7 +170,7 @@ class RunMirror(Mirror):
             known = read_mirror_state(run_dir)
             check_run(store.where, newest, settings, run_dir, known["run"] if known else "")
         if newest is None or settings.resume == "scratch":  # which replaces a mere start
-            return f"{store.where}: it has no checkpoint yet", False
+            return f"{store.where}: it has no checkpoint yet"
         fetch = Fetch(store, marks, run_dir)
         is_new = not is_run_dir(run_dir)
         if is_new:
@@ -185,7 +184,7 @@ class RunMirror(Mirror):
             found += ", which a launch would fetch and resume from; this check is without it"
         if is_new:
             found += "; a launch would fetch the run's settings, tokenizer and log, too"
-        return found, is_new
+        return found
 
     def lost(self) -> str:
         return self.lease.lost

@@ -44,7 +44,6 @@ from nanochat.run_stop import deadline
 from nanochat.run_summary import disk_room, print_split
 from nanochat.start_run import Run, Start, complete_settings, find_data, inspect_run
 from nanochat.text import TEXT_FIELD
-from nanochat.tokenizer import JSON_FILE, Tokenizer, default_tokenizer
 
 LEGEND = """\
 trained: tokens in rows, with the repeated ones; usable: until the first lane runs dry, "-" if that is not in sight (a
@@ -102,10 +101,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         default = " (to train it, name it with --model-tag)"
     settings = from_flags(args)
     check_flags(args, settings)
-    brings_run = check_launch(settings)
+    check_launch(settings)
     ok("flags")
     device = torch.device(settings.device_type or autodetect_device_type())
-    settings, tokenizer = complete(settings, args.world_size, device, brings_run)
+    settings, tokenizer = complete_settings(settings, args.world_size, device.type)
+    ok(f"tokenizer {tokenizer.fingerprint}, {tokenizer.get_vocab_size():,} tokens")
     start, refused = inspect(settings, device, args.named)
     report_configuration(start, args.world_size, device)
     if not refused:
@@ -159,40 +159,13 @@ def check_flags(args: argparse.Namespace, settings: Settings) -> None:
         raise ValueError(f"--plot: there is no plan with {why}; leave it out")
 
 
-def check_launch(settings: Settings) -> bool:
-    """Check what a launch needs besides its run: time, and the place of its mirror. Returns whether
-    it would fetch the run from there. ValueError or OSError if it would be refused."""
+def check_launch(settings: Settings) -> None:
+    """Check what a launch needs besides its run: time, and the place of its mirror. ValueError or
+    OSError if it would be refused."""
     reserve_s = settings.walltime_reserve_seconds
     deadline(settings.max_runtime_seconds, {}, time.monotonic(), reserve_s=reserve_s)
-    if settings.mirror_to is None:
-        return False
-    note, brings_run = open_door(MIRROR).preview(settings, run_path(settings.tag))
-    print(f"note: {note}")
-    return brings_run
-
-
-def complete(
-    settings: Settings, world_size: int, device: torch.device, brings_run: bool
-) -> tuple[Settings, Tokenizer]:
-    """The settings with what follows from the tokenizer, and the tokenizer. FileNotFoundError if
-    there is none; `brings_run`: whether a launch would fetch it with its run."""
-    try:
-        settings, tokenizer = complete_settings(settings, world_size, device.type)
-    except FileNotFoundError:
-        if not brings_run or has_tokenizer(settings):
-            raise
-        raise FileNotFoundError(
-            "tokenizer: none is here, and a launch would fetch the run's own from its mirror; start it "
-            "without the rest of this check, and train no other tokenizer"
-        ) from None
-    ok(f"tokenizer {tokenizer.fingerprint}, {tokenizer.get_vocab_size():,} tokens")
-    return settings, tokenizer
-
-
-def has_tokenizer(settings: Settings) -> bool:
-    """Whether the settings name a tokenizer, or one is beside the data."""
-    data_path = settings.data_path and os.path.expanduser(as_path(settings.data_path))
-    return settings.tokenizer is not None or (default_tokenizer(data_path) / JSON_FILE).is_file()
+    if settings.mirror_to is not None:
+        print(f"note: {open_door(MIRROR).preview(settings, run_path(settings.tag))}")
 
 
 def report_configuration(start: Start, world_size: int, device: torch.device) -> None:

@@ -44,7 +44,6 @@ from nanochat.common import (
     as_path,
     check_shape,
     few,
-    get_dist_info,
     is_remote,
     open_door,
     parse_json,
@@ -746,16 +745,7 @@ def inherited_flags(given: Sequence[str]) -> dict[str, Any]:
         mirrored = {} if mirror is None else open_door(MIRROR)(mirror)
         if mirrored:
             return flags_of_run(mirrored)
-    try:
-        parent, selector = find_run_at(name)
-    except FileNotFoundError as e:
-        _, rank, local_rank, _ = get_dist_info()
-        is_first_machine = rank == local_rank
-        if is_first_machine:
-            raise
-        raise FileNotFoundError(
-            f"{e}; each machine needs the parent's folder, though not its checkpoints"
-        ) from None
+    parent, selector = find_run_at(name)
     flags = flags_of_run(config_at(parent, step_in(selector)))
     return {name: value for name, value in flags.items() if name not in OF_ONE_RUN}
 

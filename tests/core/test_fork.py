@@ -630,7 +630,7 @@ def test_a_fork_that_reads_other_data_and_keeps_its_validation_is_resumed_and_re
         ({"seed": 7}, ("--seed", "--init-from=parent@4")),
         ({"lanes": 8}, ("--lanes", "--init-from=parent@4")),
         ({"step": 99}, ("parent@99", "trained 8 steps")),
-        ({"step": STEPS}, ("ends at step 8", "--num-iterations")),
+        ({"step": STEPS}, ("after step 8", "--num-iterations")),
         ({"parent": "nobody"}, ("nobody",)),
         ({"data_path": "mistyped"}, ("mistyped: no such data folder",)),
         ({"init_from": "parent"}, ("--fork-from, --init-from",)),

@@ -67,7 +67,7 @@ from nanochat.config import Settings, changes_of, flag, from_flags
 from nanochat.files import default_data_path
 from nanochat.model_code import changed_code, code_now
 from nanochat.pins import DATA_MANIFEST, Manifests, compare_files, trains_on_same
-from nanochat.run_dir import run_path
+from nanochat.run_dir import CONFIG_NAME, run_path
 from nanochat.run_facts import validation_note, validation_text
 from nanochat.run_order import order_of
 from nanochat.run_reader import RunReader
@@ -256,12 +256,9 @@ def check_settings(run: RunReader, settings: Settings, names: Sequence[str], ret
     for config in (run.config, run.last_config):
         for name in names:
             if name in config and config[name] != ours[name]:
-                values = "is another one"
-                if name != "curriculum":
-                    values = f"was {config[name]!r} and is {ours[name]!r}"
                 raise ValueError(
-                    f"{flag(name)}: {run.name} has been trained, and its {name} {values}, so their results cannot be "
-                    f"compared; give the same, or train {retrain} under another --name"
+                    f"{flag(name)}: {run.name} was trained with another value, so their results cannot be compared; "
+                    f"give the one in {run.run_dir / CONFIG_NAME}, or train {retrain} under another --name"
                 )
 
 

@@ -327,7 +327,7 @@ def test_a_fork_names_the_length_that_follows_from_its_curriculum():
     outcome = succeed(mix, **forked)
     assert "num_iterations 2 -> 3" in outcome.out
     assert "give its last phase more tokens" in succeed(mix, **forked).out
-    refuse(mix, f"count from token {2 * STEP:,}", "end at", num_iterations=5, **forked)
+    refuse(mix, f"count from token {2 * STEP:,}", "ends at", num_iterations=5, **forked)
     succeed(mix_file([(3, {"code": 1})], name="longer.yaml"), **forked)
     assert max(steps("child")) == 4
     # regression: compare_runs and the page showed the curriculum before it was extended
@@ -384,7 +384,7 @@ def test_a_fork_may_end_within_the_phases_that_it_inherits():
     succeed(mix, num_iterations=6, fork_from="cut@5", model_tag="of-cut", matrix_lr=0.01)
     assert max(steps("of-cut")) == 5, "so may a fork of this fork"
     late = {**cut, "model_tag": "late", "num_iterations": 11}
-    refuse(mix, f"end at {8 * STEP:,}, but the run trains on {11 * STEP:,}", **late)
+    refuse(mix, f"ends at {8 * STEP:,}, but the run trains on {11 * STEP:,}", **late)
 
 
 def test_a_fork_with_smaller_steps_may_end_within_the_phases_that_it_inherits():
@@ -454,7 +454,7 @@ def test_a_budget_that_is_not_the_curriculums_is_refused_unless_allowed(workplac
     for steps_ in (3, 7):
         refuse(
             mix,
-            f"end at {5 * STEP:,}, but the run trains on {steps_ * STEP:,}",
+            f"ends at {5 * STEP:,}, but the run trains on {steps_ * STEP:,}",
             "allow_budget_mismatch: true",
             num_iterations=steps_,
         )
@@ -473,7 +473,7 @@ def test_a_last_phase_without_duration_lasts_as_long_as_the_run():
     succeed(closed, model_tag="closed")
     mix = mix_file([(2, {"web": 1}), (None, {"code": 1})])
     refuse(mix, "last phase has no duration_tokens", "--num-iterations")
-    refuse(mix, "its last phase begins at", num_iterations=2)
+    refuse(mix, "the last one begins at", num_iterations=2)
     succeed(mix, num_iterations=5)
     assert digests() == digests("closed")
     assert "raise --num-iterations" in succeed(mix).out

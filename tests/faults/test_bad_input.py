@@ -187,7 +187,7 @@ DATA = [  # (command line, files, words)
         "base_train --curriculum=mix.yaml --num-iterations=10",
         {"mix.yaml": MIX % "data"},
         (
-            "end at 4,096, but the run trains on 5,120",
+            "ends at 4,096, but the run trains on 5,120",
             "allow_budget_mismatch: true",
         ),
     ),

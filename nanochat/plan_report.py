@@ -11,7 +11,7 @@ An exact plan that halts refuses the run, and so does one that would crop nearly
 
 import logging
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -58,37 +58,26 @@ def rehearse(start: Starting, data: RunData) -> Plan:
     return plan
 
 
-class _Pass(NamedTuple):
-    """What one pass over the data puts into rows."""
-
-    emitted: float  # tokens, with BOS
-    repeated: float  # their share that an earlier row also holds
-    cropped: float  # share of the data's tokens that no row holds
-
-
 def _one_pass(
     config: StreamConfig, bucket: str, source: Source, sample: Sample, trained: int
-) -> _Pass:
-    """What a pass over a bucket puts into rows. What is cropped is measured in rows, as in a plan:
-    many documents are cropped to fill rows that are longer than they are."""
+) -> tuple[float, float]:
+    """(tokens, with BOS, that a pass over a bucket puts into rows; the share of its tokens that no row
+    holds). What is cropped is measured in rows, as in a plan: many documents are cropped to fill rows
+    that are longer than they are."""
     T = config.T
     lengths = sample.lengths
-    again = sample.repeated
     emitted = sample.total(lengths)
     cropped = 0.0
     if crops(config):
         account = sample_rows(config, bucket, Lengths(source, config, sample), trained)
         cropped = token_share(account, "cropped")
         emitted *= 1 - cropped
-        again = np.minimum(again, T + 1)
     elif config.layout == "bestfit":
         # each continuation is BOS, overlap and up to T - overlap new tokens
         beyond = np.maximum(lengths - T - 1, 0)
         added = (config.overlap + 1) * np.ceil(beyond / (T - config.overlap))
         emitted += sample.total(added)
-        again = again + added
-    repeated = sample.total(again) / emitted
-    return _Pass(emitted, repeated, cropped)
+    return emitted, cropped
 
 
 def print_passes(start: Starting, data: RunData) -> None:
@@ -104,14 +93,14 @@ def print_passes(start: Starting, data: RunData) -> None:
     trained = start.horizon.total_tokens
     sample = Sample(source)
     about = "" if sample.is_whole else "about "
-    one_pass = _one_pass(config, bucket, source, sample, trained)
+    emitted, cropped = _one_pass(config, bucket, source, sample, trained)
     # the last token of a row of concat is the next one's first
     per_row = T if settings.packing == "concat" else T + 1
-    passes = trained / T * per_row / one_pass.emitted
+    passes = trained / T * per_row / emitted
     why = refuse_waste(
         "its data",
         passes=passes,
-        cropped=one_pass.cropped,
+        cropped=cropped,
         about=about,
     )
     if why and settings.plan == "error" and _is_new(start):
@@ -123,8 +112,7 @@ def print_passes(start: Starting, data: RunData) -> None:
         trained=trained,
         tokens=tokens,
         passes=passes,
-        cropped=one_pass.cropped,
-        repeated=one_pass.repeated,
+        cropped=cropped,
         about=about,
     ):
         log.warning("%s", line)
@@ -252,7 +240,6 @@ def warnings(plan: Plan) -> list[str]:
             about="about " if plan.estimate else "",
             passes=0.0 if bucket.max_epochs else bucket.passes,
             cropped=bucket.cropped if plan.crops else 0.0,
-            repeated=bucket.repeated,
         )
         if bucket.dry_step is None or bucket.usable is None:
             continue
@@ -271,14 +258,12 @@ def reading_notes(
     tokens: int,
     passes: float,
     cropped: float,
-    repeated: float,
     about: str = "about ",
 ) -> list[str]:
     """Warnings for a run that trains on `trained` tokens of `data`, which has `tokens`.
 
     One sentence if many tokens are cropped, and one if the run reads the data clearly more than
-    once. `cropped`: 0 unless long documents are cropped. `repeated`: the share of overlap among the
-    trained tokens.
+    once. `cropped`: 0 unless long documents are cropped.
     """
     notes = []
     if cropped > MUCH_CROPPED:
@@ -287,15 +272,9 @@ def reading_notes(
             f"of a row; --long-docs=split crops none, a longer --max-seq-len crops fewer"
         )
     if passes > 1.05:  # last, and so just above the verdict
-        twice = ""
-        if repeated > 0.005:
-            twice = f", {repeated:.0%} of them overlaps of split documents"
-        lost = ""
-        if cropped > 0.005:
-            lost = f", {cropped:.0%} of them cropped"
         notes.append(
-            f"the run reads {data} {about}{passes:.1f} times: it trains on {trained:,} tokens{twice}, and "
-            f"{data} has {about}{tokens:,}{lost}"
+            f"the run reads {data} {about}{passes:.1f} times: it trains on {trained:,} tokens (with overlaps), and "
+            f"{data} has {about}{tokens:,} (with what is cropped)"
         )
     return notes
 

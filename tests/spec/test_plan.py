@@ -10,7 +10,7 @@ from nanochat.curriculum import Curriculum, Phase
 from nanochat.files import find_files
 from nanochat.order import StreamConfig
 from nanochat.plan import Plan, make_plan
-from nanochat.plan_report import plan_lines, reading_notes, two_digits
+from nanochat.plan_report import plan_lines, two_digits
 from nanochat.sources import open_source, scan
 from nanochat.stream import Stream, ledger
 from tests.token_files import Tokenizer, write_pair
@@ -154,13 +154,6 @@ def test_an_entry_longer_than_a_row_is_named(tmp_path):
             rows_per_step=1,
             num_steps=5,
         )
-
-
-@pytest.mark.parametrize("repeated", [0.0, 0.25])
-def test_many_passes_name_the_share_of_overlaps_if_there_is_one(repeated):
-    known = {"trained": 200, "tokens": 100, "passes": 2.0, "cropped": 0.0}
-    [note] = reading_notes("its data", **known, repeated=repeated)
-    assert ("25% of them overlaps" in note) == (repeated > 0)
 
 
 @pytest.mark.parametrize(

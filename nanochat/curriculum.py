@@ -252,10 +252,6 @@ class Curriculum:
             lengths.append(rows)
         return lengths
 
-    def mixer(self, *, T: int, V: int, seed: int) -> "Mixer":
-        """The `Mixer` of this curriculum."""
-        return Mixer(self, T=T, V=V, seed=seed)
-
     def to_json(self) -> dict[str, Any]:
         """As plain JSON, for `from_json`."""
         return asdict(self)

@@ -36,6 +36,7 @@ from tqdm import tqdm
 
 from nanochat.common import check_shape, check_stop, is_remote, read_json
 from nanochat.config import Settings
+from nanochat.curriculum import Mixer
 from nanochat.order import StreamConfig, open_order
 from nanochat.packing import Piece
 from nanochat.rows import Document
@@ -684,7 +685,7 @@ def _phases(
         return [{"first_step": 0, "tokens": tokens, "asked": {buckets[0]: tokens}}]
 
     # the rows at which phases begin and end; the last phase never ends
-    mixer = mix.mixer(T=config.T, V=config.V, seed=config.seed)
+    mixer = Mixer(mix, T=config.T, V=config.V, seed=config.seed)
     lengths = mix.phase_rows(config.T, config.V)
     starts = [0, *np.cumsum(lengths[:-1]).tolist()]
     ends = [*starts[1:], max(stop, sum(lengths))]

@@ -181,6 +181,10 @@ def read_plan(path: Path) -> Plan:
     account = ("read", "bos", "emitted", "cropped", "repeated", "padded", "rows", "documents")
     bucket = get_type_hints(BucketPlan) | {"account": dict.fromkeys(account, int)}
     check_shape(value["buckets"], dict.fromkeys(value["buckets"], bucket), f"{path}: buckets")
+    if not (value["phases"] and value["buckets"]):
+        raise ValueError(f"{path}: a plan has a phase and a bucket, but this one has none")
+    for planned in value["phases"]:
+        check_shape(planned["asked"], dict.fromkeys(value["buckets"], int), f"{path}: asked")
     try:
         return Plan.from_json(value)
     except TypeError as e:

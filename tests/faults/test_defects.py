@@ -1,5 +1,6 @@
 """Regression tests of defects that belong to no other test file."""
 
+import json
 import re
 import subprocess
 import sys
@@ -17,7 +18,7 @@ from nanochat.checkpoint import load_checkpoint, load_plain
 from nanochat.curriculum import Curriculum
 from nanochat.order import StreamConfig
 from nanochat.pins import read_manifests
-from nanochat.plan import read_plan
+from nanochat.plan import BucketPlan, read_plan
 from nanochat.run_dir import newest_events
 from nanochat.stream import open_stream
 from nanochat.tokenizer import RustBPETokenizer
@@ -159,11 +160,26 @@ def test_malformed_cursors_are_refused():
             restored([whole[0], {**whole[1], name: value}])
 
 
+PLAN = {
+    **dict.fromkeys(("T", "V", "rows_per_step", "num_steps", "steps"), 1),
+    **dict.fromkeys(("estimate", "allowed", "crops"), False),
+    "halt": "",
+}
+EMPTY_PLAN = json.dumps({**PLAN, "phases": [], "buckets": {}})
+ACCOUNT = ("read", "bos", "emitted", "cropped", "repeated", "padded", "rows", "documents")
+BUCKET = {name: kind is bool or 1 for name, kind in BucketPlan.__annotations__.items()}
+BUCKET["account"] = dict.fromkeys(ACCOUNT, 1)
+PHASE = {"first_step": 0, "tokens": 1, "asked": {"web": "1"}}
+TEXT_IN_PLAN = json.dumps({**PLAN, "phases": [PHASE], "buckets": {"web": BUCKET}})
+
+
 @pytest.mark.parametrize(
     "read, name, text, error",
     [
         (read_plan, "plan.json", "[]", "expected an object"),
         (read_plan, "plan.json", '{"estimate": 1}', "estimate: expected true or false"),
+        (read_plan, "plan.json", EMPTY_PLAN, "has a phase and a bucket, but this one has none"),
+        (read_plan, "plan.json", TEXT_IN_PLAN, "asked: web: expected a whole number"),
         (
             read_manifests,
             "data_manifest.json",

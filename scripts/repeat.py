@@ -60,6 +60,7 @@ from nanochat.common import (
     get_base_dir,
     print0,
     read_json,
+    show,
     table,
     write_json,
 )
@@ -83,6 +84,8 @@ ENOUGH_PAIRS = (
 # settings that name the files of a run, and that select their documents
 OF_FILES = ["data_path", "val_path", "data_format", "curriculum", "without_documents"]
 OF_FILES += [f.name for f in fields(TextSettings)]
+# figures that follow from the model and the batch, and change how it learns
+WORKED_OUT = ("params_total", "batch_lr_scale", "weight_decay_scaled")
 # settings that a resume may change, and with which the results of runs cannot be pooled
 OF_LENGTH = (*(f.name for f in fields(HorizonSettings)), "curriculum")
 RECORD = {"name": str, "vary": str, "seeds": [int], "flags": [str], "bits_per_byte": [float]}
@@ -420,6 +423,13 @@ def print_differences(base: RunReader, run: RunReader, name: str) -> None:
         print0(f"note: the training data is not that of {name} ({flags})", "", sep="\n")
     if changed := changed_code(base.model_code, run.model_code):
         print0(f"note: other model code than {name}'s: {few(changed)}", "", sep="\n")
+    differ = []
+    for key in WORKED_OUT:
+        before, now = [show(r.last_config["derived"].get(key)) for r in (base, run)]
+        if before != now:
+            differ.append(f"{key} {before} -> {now}")
+    if differ:
+        print0(f"note: worked out otherwise than for {name}: {', '.join(differ)}", "", sep="\n")
 
 
 def print_effect(effect: dict[str, Any]) -> None:

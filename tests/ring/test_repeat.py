@@ -230,6 +230,26 @@ def test_a_fork_is_refused_before_anything_is_trained(workplace):
             repeat.main(["--seeds=2", "--", flag])
 
 
+def test_what_follows_from_another_model_is_named(capsys):
+    """Regression: a wider model had another weight decay, without a word."""
+
+    def run(derived):
+        fields = {"manifests": {}, "model_code": {}, "name": "r"}
+        return SimpleNamespace(**fields, last_config={"derived": derived}, config={})
+
+    base = run({"params_total": 100, "num_iterations": 1, "weight_decay_scaled": 0.5})
+    wider = run({"params_total": 120, "num_iterations": 2, "weight_decay_scaled": 0.75})
+    repeat.print_differences(base, wider, "base")
+    note = (
+        "note: worked out otherwise than for base: params_total 100 -> 120, weight_decay_scaled 0.5"
+    )
+    out = capsys.readouterr().out
+    assert note in out and "num_iterations" not in out, "a flag may have named it"
+    nearly = run({"params_total": 100, "weight_decay_scaled": 0.5 + 1e-12})
+    repeat.print_differences(base, nearly, "base")
+    assert "worked out" not in capsys.readouterr().out, "regression: 1.449 -> 1.449"
+
+
 def test_a_variant_that_validates_with_other_documents_of_the_same_files_is_refused(
     warm_processes, capfd
 ):

@@ -7,7 +7,7 @@ What follows from the settings of a run: its model, its memory, and every automa
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -15,13 +15,14 @@ from typing import Any
 import torch
 
 from nanochat.common import show
-from nanochat.config import Settings, known_settings
+from nanochat.config import Settings, flag, known_settings
 from nanochat.dataloader import StepLayout, default_leaves
 from nanochat.fp8 import convert
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.order import MAX_LANES, default_lanes, fed_lanes
 from nanochat.pins import Manifest, counts_and_means
 from nanochat.run_dir import curriculum_text
+from nanochat.run_order import order_of
 from nanochat.schedule import REFERENCE_DEPTH, Horizon, resolve_horizon
 
 # share of a GPU's memory for a step, with one process and with several (NCCL)
@@ -249,6 +250,40 @@ def derive(settings: Settings, horizon: Horizon) -> dict[str, Any]:
         "weight_decay_scaled": horizon.weight_decay_scaled,
         **{f"params_{k}": v for k, v in model.num_scaling_params().items()},
     }
+
+
+def without_effect(settings: Settings, named: Collection[str]) -> list[str]:
+    """The settings among `named` that have no effect, because of another one, each with the reason."""
+    never_splits = settings.packing in ("concat", "binned")
+    has_lanes = order_of(settings).feeds_lanes
+    crops = has_lanes and settings.packing == "bestfit" and settings.long_docs == "crop"
+    has_steps = settings.num_iterations > 0
+    has_flops = settings.target_flops > 0
+    has_tokens = settings.curriculum_end > 0
+    rules = [
+        ("long_docs", never_splits, f"with --packing={settings.packing}"),
+        ("overlap", never_splits, f"with --packing={settings.packing}"),
+        ("overlap", crops, "with --long-docs=crop"),
+        ("overlap", not has_lanes, f"with --order={settings.order}"),
+        ("buffer_size", not has_lanes, f"with --order={settings.order}"),
+        ("target_flops", has_steps, "with --num-iterations"),
+        ("target_param_data_ratio", has_steps, "with --num-iterations"),
+        ("target_param_data_ratio", has_flops and not has_steps, "with --target-flops"),
+        (
+            "target_param_data_ratio",
+            has_tokens and not (has_steps or has_flops),
+            "with --curriculum",
+        ),
+        ("warmdown_ratio", settings.warmdown_steps >= 0, "with --warmdown-steps"),
+        (
+            "core_metric_max_per_task",
+            settings.core_metric_every <= 0,
+            "without --core-metric-every",
+        ),
+        ("allow_bucket_exhaustion", settings.mix is None, "without --curriculum"),
+        ("force", settings.resume != "scratch", "without --resume=scratch"),
+    ]
+    return [f"{flag(name)} ({why})" for name, is_idle, why in rules if is_idle and name in named]
 
 
 def describe_memory(parts: dict[str, int]) -> str:

@@ -40,7 +40,9 @@ from nanochat.run_settings import (
     device_memory,
     ends_early,
     estimate_memory,
+    without_effect,
 )
+from nanochat.schedule import Schedule
 from nanochat.splits import (
     describe_split,
     files_of,
@@ -55,6 +57,7 @@ log = logging.getLogger(__name__)
 
 WIDTH = 100  # characters of a line
 COPIES = 2  # checkpoints on disk at once: the old one is deleted when the new one is complete
+LOW_PEAK = 0.9  # a run whose learning rates rise to less than this share of their peak says so
 
 
 def print_split(run: Run) -> None:
@@ -206,11 +209,12 @@ def print_summary(
     layout: StepLayout,
     device: torch.device,
     typed: Sequence[str],
+    named: Sequence[str] = (),
 ) -> None:
     """Print what is about to run: its settings, how a step is divided, and what to know about it.
 
-    `typed`: the settings that have other values than the defaults, and those of a run's config.json
-    in their place.
+    `named`: the settings that the command line or its --config file names. `typed`: those that have
+    other values than the defaults, and those of a run's config.json in their place.
     """
     if start.config:
         _print_changes(start)
@@ -228,7 +232,7 @@ def print_summary(
     if room is not None:
         needed = describe_memory(estimate_memory(start.settings, room))
         print0(f"{needed}; {room / 1e9:,.1f} GB available")
-    for note in _notes(start, layout, device):
+    for note in (*settings_notes(start, named), *_notes(start, layout, device)):
         print0(f"note: {note}")
     disk = disk_room(start, list_checkpoints(start.run_dir))
     if not disk.lasts:
@@ -277,6 +281,21 @@ def _print_wrapped(what: str, text: str) -> None:
         break_on_hyphens=False,
     )
     print0("\n".join(lines))
+
+
+def settings_notes(start: Start, named: Sequence[str]) -> Iterator[str]:
+    """What may surprise somebody about the settings of a run. `named`: see `print_summary`."""
+    settings = start.settings
+    idle = without_effect(settings, named)
+    if idle:
+        yield f"without effect: {', '.join(idle)}"
+    schedule = Schedule.of(settings, start.horizon.num_iterations, peak_weight_decay=0.0)
+    highest = schedule.highest_lr()
+    if highest < LOW_PEAK and start.step < settings.warmup_steps:
+        yield (
+            f"the learning rates rise to x{highest:.2f} only, because the run ends or they fall before "
+            f"--warmup-steps={settings.warmup_steps} are over"
+        )
 
 
 def _notes(start: Start, layout: StepLayout, device: torch.device) -> Iterator[str]:

@@ -30,6 +30,7 @@ becomes a flag of scripts.base_train and a setting of the run; runs that began w
 default.
 """
 
+import bisect
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, fields
@@ -268,6 +269,11 @@ class Schedule(ScheduleSettings):
         """The multiplier of every learning rate: linear warmup, constant, linear warmdown."""
         rise = min(1.0, (step + 1) / self.warmup_steps) if self.warmup_steps else 1.0
         return min(rise, _ramp(1.0, self.final_lr_frac, self._warmdown(step)))
+
+    def highest_lr(self) -> float:
+        """The largest multiplier of all steps: less than 1 if rates fall before the warmup ends."""
+        steps = range(self.num_iterations - 1)
+        return self.lr(bisect.bisect_left(steps, True, key=lambda s: self.lr(s + 1) <= self.lr(s)))
 
     def momentum(self, step: int) -> float:
         """Muon's momentum itself, not a multiplier."""

@@ -111,7 +111,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return report_over(start, over)
         run = find_data(start, tokenizer, guard.rank)
         with build(run, guard) as (training, journal, saves):
-            announce(run, training, guard, journal, given, words)
+            announce(run, training, guard, journal, given, args.named, words)
             return loop(run, training, guard, journal, saves)
 
 
@@ -248,13 +248,14 @@ def announce(
     guard: Guard,
     journal: Journal,
     given: Settings,
+    named: Sequence[str],
     words: Sequence[str],
 ) -> None:
     """Print what is about to run, and log the command and the names of the settings it changed."""
     typed = [*given.differing()]
     if given.fork is not None:  # it inherits the others
         typed = [name for name in typed if name in given.fork["named"]]
-    print_summary(run, training.loader.layout, guard.device, typed)
+    print_summary(run, training.loader.layout, guard.device, typed, named)
     journal.event(
         "started",
         run.step,

@@ -41,7 +41,7 @@ from nanochat.run_order import order_of
 from nanochat.run_owner import check_free
 from nanochat.run_settings import build_model, describe_memory, device_memory, estimate_memory
 from nanochat.run_stop import deadline
-from nanochat.run_summary import disk_room, print_split
+from nanochat.run_summary import disk_room, print_split, settings_notes
 from nanochat.start_run import Run, Start, complete_settings, find_data, inspect_run
 from nanochat.text import TEXT_FIELD
 
@@ -107,7 +107,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     settings, tokenizer = complete_settings(settings, args.world_size, device.type)
     ok(f"tokenizer {tokenizer.fingerprint}, {tokenizer.get_vocab_size():,} tokens")
     start, refused = inspect(settings, device, args.named)
-    report_configuration(start, args.world_size, device)
+    report_configuration(start, args, device)
     if not refused:
         ok(f"run directory {start.run_dir}{default}: {beginning(start)}")
     if start.seal.get("status") == "halted" and (over := start.over()) is not None:
@@ -163,17 +163,20 @@ def check_launch(settings: Settings) -> None:
         print(f"note: {open_door(MIRROR).preview(settings, run_path(settings.tag))}")
 
 
-def report_configuration(start: Start, world_size: int, device: torch.device) -> None:
-    """Print the size of the run and of its model, and on a GPU the memory that it needs."""
+def report_configuration(start: Start, args: argparse.Namespace, device: torch.device) -> None:
+    """Print the size of the run and of its model, notes about its settings, and on a GPU the memory
+    that it needs."""
     settings = start.settings
     num_steps = counted(start.horizon.own_steps, "step")
     parameters = sum(p.numel() for p in build_model(settings).parameters())
     ok(
         f"configuration: {num_steps} of {settings.total_batch_size:,} tokens, {parameters:,} parameters, "
-        f"{counted(world_size, 'process')}"
+        f"{counted(args.world_size, 'process')}"
     )
+    for note in settings_notes(start, args.named):
+        print(f"note: {note}")
     if device.type == "cuda":
-        parts = estimate_memory(settings, device_memory(device, world_size))
+        parts = estimate_memory(settings, device_memory(device, args.world_size))
         ok(f"{describe_memory(parts)}, with --device-batch-size={settings.device_batch_size}")
 
 

@@ -24,6 +24,7 @@ from nanochat.config import (
 from nanochat.integrations.megatron_settings import MegatronSettings
 from nanochat.old_flags import OLD_FLAGS
 from nanochat.run_dir import curriculum_text
+from nanochat.run_settings import without_effect
 from scripts.base_train import EVERYDAY
 from tests.spec.test_config import MIX, RUN, RUN_DIR, RUNS, changed, parse
 
@@ -481,3 +482,40 @@ def test_a_reworded_sentence_changes_no_rule_of_a_resume_and_no_receipt(tmp_path
     rules = rules_of_settings(run_dir)
     assert json.loads(printed) == rules
     assert {*rules[1].values()} == {"allowed", "refused"}
+
+
+# ---- settings without effect ---------------------------------------------------------------------
+
+
+def test_settings_of_lanes_are_named_as_idle_in_megatrons_order():
+    flags = {"order": "megatron", "data_format": "megatron", "overlap": 16, "buffer_size": 4}
+    assert without_effect(MegatronSettings(**flags), [*flags]) == [
+        "--overlap (with --order=megatron)",
+        "--buffer-size (with --order=megatron)",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ({"packing": "concat", "overlap": 16}, ["--overlap (with --packing=concat)"]),
+        ({"packing": "binned", "long_docs": "split"}, ["--long-docs (with --packing=binned)"]),
+        ({"overlap": 16}, ["--overlap (with --long-docs=crop)"]),
+        ({"overlap": 16, "long_docs": "split"}, []),
+        ({"target_flops": 1e9, "num_iterations": 5}, ["--target-flops (with --num-iterations)"]),
+        ({"target_flops": 1e9}, []),
+        (
+            {"warmdown_ratio": 0.5, "warmdown_steps": 3},
+            ["--warmdown-ratio (with --warmdown-steps)"],
+        ),
+        ({"core_metric_max_per_task": 9}, ["--core-metric-max-per-task (without"]),
+        ({"core_metric_max_per_task": 9, "core_metric_every": 5}, []),
+        ({"allow_bucket_exhaustion": True}, ["--allow-bucket-exhaustion (without --curriculum)"]),
+    ],
+)
+def test_a_named_setting_that_another_one_makes_idle_is_named(flags, expected):
+    """Regression: such settings were accepted without a word."""
+    found = without_effect(Settings(**flags), [*flags])
+    assert len(found) == len(expected)
+    assert all(idle.startswith(start) for idle, start in zip(found, expected))
+    assert without_effect(Settings(**flags), []) == [], "the parent's or the default's"

@@ -275,6 +275,20 @@ def test_fewer_documents_than_lanes_are_warned_of_although_no_bucket_can_run_dry
     assert sentence not in training.succeed(**given(workplace, **few)).err
 
 
+def test_what_the_settings_do_not_do_is_noted_before_and_at_the_start(workplace):
+    """Regressions: settings without effect, and a warmup that the run never ends, were accepted
+    without a word."""
+    plain = {"curriculum": None, "num_iterations": 2, "warmup_steps": 40, "packing": "concat"}
+    for out in (checked(**plain)[1], training.succeed(**given(workplace, **plain)).out):
+        notes = [line for line in out.splitlines() if line.startswith("note: ")]
+        [idle] = [note for note in notes if "without effect: " in note]
+        assert "--long-docs (with --packing=concat), --overlap (" in idle
+        [low] = [note for note in notes if "--warmup-steps=40" in note]
+        assert "x0.0" in low
+    quiet = checked(**plain | {"warmup_steps": 0, "packing": "bestfit"})[1]
+    assert "without effect" not in quiet and "learning rates rise" not in quiet
+
+
 def test_a_walltime_that_leaves_no_time_to_train_is_refused_as_in_training(workplace):
     """Regression: training could start, and was refused."""
     code, out, error = checked(curriculum=None, num_iterations=2, max_runtime_seconds=100)

@@ -150,6 +150,7 @@ def test_in_short_runs_rates_are_bounded_rise_fall_and_never_jump(steps, warmup,
     )
     if s.falls_for:
         assert rates[-1] <= frac + 1e-12
+    assert s.highest_lr() == pytest.approx(max(rates[:steps]), abs=1e-12)
     peak = rates.index(max(rates))
     changes = [b - a for a, b in pairwise(rates)]  # with a tolerance for rounding
     assert all(c > -1e-12 for c in changes[:peak]) and all(c < 1e-12 for c in changes[peak:])

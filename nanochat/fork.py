@@ -72,6 +72,7 @@ from nanochat.run_dir import (
     read_config,
 )
 from nanochat.run_order import order_of, stream_config
+from nanochat.schedule import Horizon, Schedule
 from nanochat.sources import RunData, Source, check_files
 from nanochat.stream import AnyStreamConfig, Cursor, stream_identity
 
@@ -170,6 +171,22 @@ def note_length(settings: Settings, parent: Parent, num_iterations: int) -> Sett
     if length != num_iterations:
         changes["num_iterations"] = [length, num_iterations]
     return replace(settings, fork=fork._replace(changes=changes)._asdict())
+
+
+def rate_jump(
+    settings: Settings, parent: Parent, checkpoint: Checkpoint, horizon: Horizon
+) -> tuple[float, float] | None:
+    """The multipliers of the learning rates in the last step of a new fork's parent and in its own
+    first one, if they more than double; else None."""
+    length = parent.checkpoint.load(SCHEDULER_NAME).get("num_iterations")
+    if length is None or checkpoint.step == 0:
+        return None
+    peak = horizon.weight_decay_scaled
+    theirs = Schedule.of(parent.settings, length, peak_weight_decay=peak)
+    ours = Schedule.of(settings, horizon.num_iterations, peak_weight_decay=peak)
+    before = theirs.lr(checkpoint.step - 1)
+    after = ours.lr(checkpoint.step)
+    return (before, after) if after > 2 * before else None
 
 
 def _share_limit(settings: Settings, parent: Parent) -> int | None:

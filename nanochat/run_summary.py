@@ -332,6 +332,13 @@ def _notes(start: Start, layout: StepLayout, device: torch.device) -> Iterator[s
             f"the run ends at token {start.horizon.total_tokens:,}, before its curriculum does "
             f"({start.settings.curriculum_end:,}); --num-iterations=-1 trains to its end"
         )
+    if start.rate_jump is not None:
+        before, after = start.rate_jump
+        yield (
+            f"the learning rates rise at once, from x{before:.3f} in the parent's last step to x{after:.3f}. "
+            f"Phases and --warmdown-steps decide where they fall; to begin with a warmup, use "
+            f"--init-from={start.settings.fork_from}"
+        )
     are_token_files = FORMATS.get(start.settings.data_format) == (".bin",)
     if are_token_files and not is_remote(start.settings.data_path or ""):
         yield (

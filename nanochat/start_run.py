@@ -79,6 +79,7 @@ from nanochat.fork import (
     find_parent,
     first_checkpoint,
     note_length,
+    rate_jump,
 )
 from nanochat.pins import DATA_MANIFEST, Manifests, bare, leave_out, read_manifests
 from nanochat.plan_report import print_passes, readings_text, rehearse
@@ -136,6 +137,8 @@ class Start:
     origin: Checkpoint | None
     # the run that --fork-from names, if this one has no checkpoint of its own yet
     parent: Parent | None
+    # the rates of the parent's last step and of the first one, if they more than double
+    rate_jump: tuple[float, float] | None
     # where the data continues, None for the beginning of the data
     cursors: list[dict[str, Any]] | None
     notices: Mapping[str, Notice]  # {changed setting: what to say of it}
@@ -383,7 +386,7 @@ def _inspect(
     if exists and not scratch:
         config, settings, notices = _resumed(run_dir, settings, named)
     checkpoint = None if scratch else _own_checkpoint(run_dir, settings.resume)
-    origin = parent = None
+    origin = parent = jump = None
     if checkpoint is None:
         if settings.init_from is not None:
             origin = find_origin(settings.init_from, config.get("origin"))
@@ -404,6 +407,7 @@ def _inspect(
     if parent is not None:
         settings = note_length(settings, parent, horizon.num_iterations)
         checkpoint = first_checkpoint(parent, settings, model_config)
+        jump = rate_jump(settings, parent, checkpoint, horizon)
     _check_length(settings, horizon, checkpoint)
     loaded = checkpoint or origin
     if loaded is not None:
@@ -417,6 +421,7 @@ def _inspect(
         checkpoint=checkpoint,
         origin=origin,
         parent=parent,
+        rate_jump=jump,
         cursors=None if checkpoint is None else checkpoint.cursors,
         notices=notices,
         manifests=manifests,

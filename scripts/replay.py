@@ -150,6 +150,7 @@ def start_at(run: RunReader, checkpoint: Checkpoint | None, process: Process) ->
         checkpoint=checkpoint,
         origin=origin,
         parent=None,
+        rate_jump=None,
         cursors=cursors,
         notices={},
         manifests={},

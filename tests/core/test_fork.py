@@ -385,6 +385,18 @@ def lanes_of(tag, steps):
     return lanes
 
 
+def test_a_fork_that_raises_the_rate_at_once_says_so():
+    """Regression: a fork at the end of a warmdown went from x0.05 to x1 without a word."""
+    training.succeed(model_tag="fell", warmup_steps=1, num_iterations=4, warmdown_steps=3)
+    longer = {"num_iterations": 9, "warmdown_steps": 2}
+    out = fork(parent="fell", step=4, **longer).out
+    assert (
+        "note: the learning rates rise at once, from x0.367 in the parent's last step to x1" in out
+    )
+    assert "--warmdown-steps" in out and "--init-from=fell@4" in out
+    assert "rise at once" not in fork(tag="same").out
+
+
 def test_a_larger_batch_reads_the_same_rows_sooner_and_scales_the_learning_rates():
     batch = read_config(training.run_dir("parent"))["total_batch_size"]
     fork(total_batch_size=2 * batch)

@@ -39,8 +39,8 @@ MOST_CROPPED = 0.9  # a larger share is refused, unless --plan says otherwise
 # what to do about a bucket that runs dry
 WAYS = (
     "shorten the run, add data, use --long-docs=split or fewer --lanes, give the bucket less weight or more passes "
-    "(max_epochs in the curriculum; of a run that has begun, in that of a fork), or continue with the other buckets "
-    "once it is dry (--allow-bucket-exhaustion)"
+    "(max_epochs in the curriculum; of a run that has begun, in that of a fork), or, with several buckets, continue "
+    "with the others once it is dry (--allow-bucket-exhaustion)"
 )
 
 

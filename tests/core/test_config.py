@@ -15,6 +15,7 @@ from nanochat.common import write_json
 from nanochat.config import (
     FIELDS,
     OF_LAUNCH,
+    Settings,
     add_flags,
     fields_of,
     flag,

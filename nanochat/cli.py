@@ -36,14 +36,12 @@ import tomllib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import field
 from enum import Flag, auto
-from itertools import takewhile
 from pathlib import Path
 from typing import Any, TextIO
 
 import yaml
 
 from nanochat.common import (
-    WRITABLE_BASE,
     Stop,
     bars_hidden,
     get_dist_info,
@@ -100,7 +98,6 @@ def setting(
         least, most                  smallest and largest allowed value; the default may lie outside
         above                        a value other than the default must be larger than this
         choices, metavar, type       as in argparse's add_argument
-        also=["--other-name"]        additional names of the flag
     """
     rules = {"help": help, "decides": decides, "note": note or REASONS.get(decides, "")}
     return field(default=default, metadata={**rules, **more})
@@ -212,19 +209,10 @@ class Parser(argparse.ArgumentParser):
             del parsed.config
         if self.inherits is not None:
             parsed.named = self._names_in(named)
-        at = given.index("--data-path") + 1 if "--data-path" in given else len(given)
-        paths = [*takewhile(lambda word: not word.startswith("-"), given[at:])]
-        if rest and rest[0] in paths[1:]:
-            self.error(
-                f"--data-path: got {len(paths)} words; separate them by commas: --data-path={','.join(paths)}"
-            )
-        data = {"--data-path", "--input-dir"} & self._option_string_actions.keys()
-        if rest and data and Path(rest[0]).exists():
-            self.error(f"{rest[0]}: not a flag; use {data.pop()}={rest[0]} to name the text")
         if rest and not rest[0].startswith("-") and "--model-tag" in self._option_string_actions:
             self.error(
-                f"{rest[0]}: not a flag; use --model-tag={rest[0]} to name a run, or --config=RUN/config.json "
-                f"to read a run's flags"
+                f"{rest[0]}: not a flag; name data with --data-path=PATH (several with commas between them), a run "
+                f"with --model-tag=NAME, and its flags with --config=RUN/config.json"
             )
         for flag in ("--data-path", "--val-path"):
             value = value_of(named, flag)  # not an inherited one, which older code may have allowed
@@ -293,10 +281,7 @@ class Parser(argparse.ArgumentParser):
             else:
                 values = read_yaml(path)  # also JSON, which is YAML
         except OSError as e:
-            folder = Path(path).parent
-            beside = sorted(os.listdir(folder)) if folder.is_dir() else []
-            similar = did_you_mean(Path(path).name, beside)
-            self.error(f"{reason_of(e)}{similar or '; expected a file of flags'}")
+            self.error(f"{reason_of(e)}; expected a file of flags")
         except (ValueError, RecursionError) as e:
             self.error(f"{' '.join(str(e).split())[:150]}; expected YAML, or TOML in a .toml file")
         if not isinstance(values, dict):
@@ -363,16 +348,6 @@ class Parser(argparse.ArgumentParser):
                 hint = f"pass the run's name without a flag: write d12 instead of {name}=d12"
             self.error(f"{name}: {self.instead(name) or hint}")
         return known[name]
-
-    def _check_value(self, action: argparse.Action, value: object) -> None:
-        """Exit with one sentence if the value of a flag, or a subcommand, is not among its
-        choices."""
-        if action.choices is not None and value not in action.choices:
-            name = "/".join(action.option_strings) or "subcommand"
-            self.error(
-                f"{name}: got {value!r}, expected {', '.join(map(str, action.choices))}"
-                f"{did_you_mean(str(value), map(str, action.choices))}"
-            )
 
     def error(self, message: str) -> Any:
         all_flags = "--help-all" if self.everyday else "--help"
@@ -607,16 +582,6 @@ def sigterm_interrupts() -> Iterator[None]:
         signal.signal(signal.SIGTERM, previous)
 
 
-def _base_hint(e: Exception) -> str:
-    """The end of an error: a remedy if a file below the base directory cannot be written, otherwise
-    ''."""
-    if not isinstance(e, OSError) or e.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
-        return ""
-    base = Path(os.environ.get("NANOCHAT_BASE_DIR") or "~/.cache/nanochat").expanduser().absolute()
-    below = isinstance(e.filename, str) and Path(e.filename).absolute().is_relative_to(base)
-    return WRITABLE_BASE if below else ""
-
-
 def run_main(main: Callable[[], int | None]) -> None:
     """Run a script and exit with the code that `main()` returns. The last line of every script
     calls this. Bad input (ValueError, OSError) becomes one sentence on stderr and exit code 1. The
@@ -646,7 +611,7 @@ def run_main(main: Callable[[], int | None]) -> None:
         discard(sys.stdout.fileno())  # with the output that is still buffered
         code = 128 + signal.SIGPIPE
     except (ValueError, OSError) as e:
-        _say(f"error: {visible(public(str(e)))}{_base_hint(e)}")
+        _say(f"error: {visible(public(str(e)))}")
         code = EXIT_FAILED
     except Stop as e:
         _say(f"stopped: {visible(public(str(e)))}")

@@ -28,7 +28,7 @@ import argparse
 import contextlib
 import itertools
 import logging
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import Field, asdict, dataclass, fields, replace
 from functools import partial
 from pathlib import Path
@@ -44,7 +44,6 @@ from nanochat.common import (
     as_path,
     check_shape,
     few,
-    get_dist_info,
     is_remote,
     open_door,
     parse_json,
@@ -57,12 +56,10 @@ from nanochat.order import ORDERS, StreamSettings
 from nanochat.pins import DATA_MANIFEST, read_manifests
 from nanochat.run_dir import (
     CONFIG_NAME,
-    checkpoint_folders,
     config_at,
     curriculum_text,
     find_run_at,
     read_config,
-    run_made_of,
     run_path,
     step_in,
 )
@@ -434,14 +431,21 @@ class Settings(
             )
         if self.fork_from is not None and self.model_tag is None:
             raise ValueError("--fork-from: a fork is a new run; name it with --model-tag=NAME")
-        if self.data_format in FORMATS and self.data_format != "text":
-            self.refuse_selection()
+        if self.skip_steps and self.fork_from is None:
+            raise ValueError(
+                f"--skip-steps={self.skip_steps}: applies only to a fork; name the run, and the step before the rows "
+                f"to skip, with --fork-from=RUN@STEP"
+            )
+        self._check_selection()
 
-    def refuse_selection(self, *, but: Collection[str] = ()) -> None:
-        """ValueError if settings that select documents of text differ from their defaults. `but`:
-        the names of those that may."""
+    def _check_selection(self) -> None:
+        """ValueError if settings that select documents of text differ from their defaults, but the data
+        is not text. The FileSource of a fork's own kind of file receives --text-field, too."""
+        if self.data_format == "text":
+            return
+        may_differ = () if self.data_format in FORMATS else ("text_field",)
         for name, value in Selection.of(asdict(self)).named().items():
-            if name not in but:
+            if name not in may_differ:
                 raise ValueError(
                     f"{flag(name)}={value}: applies to text only, but --data-format is "
                     f"{self.data_format}; remove it"
@@ -466,7 +470,6 @@ class Settings(
         """The settings in a run's config.json, which is at `path`. A missing setting gets its
         default; unknown entries are ignored. ValueError, which begins with `path`, for a value that
         is invalid for its setting."""
-        value = _migrated(value)
         order = value.get("order", Settings.order)
         try:
             check_shape(order, str, "order")
@@ -552,23 +555,6 @@ def settings_class(order: str) -> type[Settings]:
 
 # ---- the command line ---------------------------------------------------------------------------
 
-# Settings of older versions, in the config.json of their runs. They decided no bit, so such a run
-# resumes without them.
-REMOVED = frozenset(
-    {
-        "log_every",
-        "row_losses",
-        "tokenizer_dir",  # now --tokenizer
-        "eval_bundle",
-        "keep_milestone_every",  # now --save-at
-        "allow_budget_mismatch",  # now only in the curriculum
-        "object_storage_cache",
-        "init_optimizer",  # now forks
-        "init_data",
-        # now of an order of their own, but once in the config.json of every run
-        *("split", "blend_weights", "eod_mask_loss", "num_samples", "index_cache"),
-    }
-)
 # settings that describe how one run begins, which a fork does not take from its parent
 OF_ONE_RUN = (
     "model_tag",
@@ -650,13 +636,13 @@ def _add_group(parser: Parser, group: type, without: Sequence[str], listed: bool
         elif kind in (int, float):
             # everything else, such as the path of a curriculum, stays text
             how = {"type": kind, "metavar": "N" if kind is int else "X", **how}
-        flags = ["--" + f.name.replace("_", "-"), *f.metadata.get("also", ())]
-        action = titled.add_argument(*flags, dest=f.name, default=f.default, **how)
+        words = f.name.replace("_", "-")
+        action = titled.add_argument(f"--{words}", dest=f.name, default=f.default, **how)
         action.help = action.help if listed else argparse.SUPPRESS
         if is_off(f.default) and f.name not in (*OF_ONE_RUN, *FOUND):
             # switches off what a file or the parent of a fork switches on
             titled.add_argument(
-                f"--no-{flags[0][2:]}",
+                f"--no-{words}",
                 dest=f.name,
                 action="store_const",
                 const=f.default,
@@ -666,8 +652,8 @@ def _add_group(parser: Parser, group: type, without: Sequence[str], listed: bool
 
 
 def instead_of(name: str) -> str:
-    """What to use in place of an unknown flag: one of another program, of an older version, or of
-    another --order. '' if it is none of these."""
+    """What to use in place of an unknown flag: one of another program, or of another --order. '' if it
+    is neither."""
     if name in OLD_FLAGS:
         return OLD_FLAGS[name]
     for order in ORDERS:
@@ -684,30 +670,9 @@ def known_settings(config: Mapping[str, Any]) -> dict[str, Field]:
     return fields_of(settings_class(order)) if order in ORDERS else FIELDS
 
 
-def without_removed(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A run's config.json without the settings that only older versions had."""
-    known = known_settings(config)
-    return {name: config[name] for name in config if name in known or name not in REMOVED}
-
-
-def _migrated(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A run's config.json, with the present form of what an older version had: --save-at for
-    --keep-milestone-every, allow_budget_mismatch in the curriculum, and --eval-tokens below 1, which
-    evaluated one row, as 1 does."""
-    config = dict(config)
-    if every := config.get("keep_milestone_every"):
-        config["save_at"] = f"{every}*"
-    if config.get("allow_budget_mismatch") and isinstance(config.get("curriculum"), dict):
-        config["curriculum"] = {**config["curriculum"], "allow_budget_mismatch": True}
-    if isinstance(config.get("eval_tokens"), int):
-        config["eval_tokens"] = max(1, config["eval_tokens"])
-    return config
-
-
 def flags_of_run(config: Mapping[str, Any]) -> dict[str, Any]:
     """The entries of a run's config.json that --config takes as flags: not --resume and --force,
     which describe one launch."""
-    config = _migrated(config)
     return {
         name: config[name]
         for name, f in known_settings(config).items()
@@ -780,16 +745,7 @@ def inherited_flags(given: Sequence[str]) -> dict[str, Any]:
         mirrored = {} if mirror is None else open_door(MIRROR)(mirror)
         if mirrored:
             return flags_of_run(mirrored)
-    try:
-        parent, selector = find_run_at(name)
-    except FileNotFoundError as e:
-        _, rank, local_rank, _ = get_dist_info()
-        is_first_machine = rank == local_rank
-        if is_first_machine:
-            raise
-        raise FileNotFoundError(
-            f"{e}; each machine needs the parent's folder, though not its checkpoints"
-        ) from None
+    parent, selector = find_run_at(name)
     flags = flags_of_run(config_at(parent, step_in(selector)))
     return {name: value for name, value in flags.items() if name not in OF_ONE_RUN}
 
@@ -871,21 +827,18 @@ def resume_settings(
     known = fields_of(type(then) if type(then) is type(command) else Settings)
     notices: dict[str, Notice] = {}
     refused: list[str] = []
-    can_init = True  # whether the run's weights fit the settings of the command
-    can_fork = True  # whether a fork may have the settings of the command
     for name, f in known.items():
         before, after = getattr(then, name), now[name]
         is_automatic = f.metadata.get("auto") and after == f.default
         if is_automatic or name == "fork":
             now[name] = after = before
-        decides = f.metadata["decides"]
         note = f.metadata["note"].replace("RUN/", f"{run_dir}/")
         differing = changes_of(name, before, after)
-        if name == "curriculum" and (longer := _longer_last_phase(last.mix, command.mix)):
-            notices[name] = Notice(longer, HORIZON)
-        if differing and decides:
-            can_init = can_init and Decides.WEIGHTS not in decides
-            can_fork = can_fork and not is_kept_by_forks(name, decides)
+        lasted, lasts = last.curriculum_tokens, command.curriculum_tokens
+        if name == "curriculum" and lasted != lasts:
+            change = f"{flag(name)}: its phases had {lasted:,} tokens (0: no end), now {lasts:,}"
+            notices[name] = Notice(change, HORIZON)
+        if differing and f.metadata["decides"]:
             lines = []
             for what, *values in differing:
                 old, new = [curriculum_text(value) or repr(value) for value in values]
@@ -897,50 +850,21 @@ def resume_settings(
             if getattr(last, name) != before:
                 whose = "the launch before had"
             notices[name] = Notice(f"{what}: {whose} {old!r}, this launch has {new!r}", note)
-    unknown = run.keys() - fields_of(type(then)).keys() - REMOVED - {"origin", "derived"}
+    unknown = run.keys() - fields_of(type(then)).keys() - {"origin", "derived"}
     refused += [
-        f"{flag(name)}: the run has {run[name]!r}, but this code has no such setting"
+        f"{flag(name)}: the run has {run[name]!r}, but this code has no such setting; use the code that began it"
         for name in sorted(unknown)
     ]
     if refused:
-        ways = []
-        if can_fork and not run_made_of(run_dir):
-            ways.append(f"--fork-from={run_dir.name} continues this run with them")
-        if can_init:
-            ways.append(f"--init-from={run_dir.name} starts a run with its weights")
-        raise _different_settings(run_dir, refused, ways, is_known=not unknown)
+        tag = run_dir.name
+        listed = "\n  ".join(refused)
+        raise ValueError(
+            f"{path}: the run was started with different settings:\n  {listed}\n"
+            f"use the run's settings (--config={path}), or start a new run with --model-tag=NAME: a fork of this one "
+            f"(--fork-from={tag}; it keeps model, tokenizer and order of the data), or one with its weights "
+            f"(--init-from={tag}); --resume=scratch --force replaces this run"
+        )
     return type(command)(**now), notices
-
-
-def _different_settings(
-    run_dir: Path, refused: Sequence[str], ways: Sequence[str], *, is_known: bool
-) -> ValueError:
-    """The error of a command whose settings are not those of its run. `refused`: a line for each;
-    `ways`: how to continue with them; `is_known`: whether this code has all settings of the run."""
-    path = run_dir / "config.json"
-    remedy = (
-        f"use the run's settings (--config={path})" if is_known else "use the code that began it"
-    )
-    if not checkpoint_folders(run_dir):
-        ways = ["to replace this run, which has no checkpoint yet, add --resume=scratch --force"]
-    lines = "\n  ".join(refused)
-    return ValueError(
-        f"{path}: the run was started with different settings:\n  {lines}\n"
-        + "; ".join([f"{remedy}, or start a new run with --model-tag=NAME", *ways])
-    )
-
-
-def _longer_last_phase(then: Curriculum | None, now: Curriculum | None) -> str:
-    """In words, that the last phase of a curriculum has another duration; "" if it has not. The last
-    phase never ends, so this decides the length of the run alone."""
-    if then is None or now is None:
-        return ""
-    before = then.phases[-1].duration_tokens
-    after = now.phases[-1].duration_tokens
-    if before == after:
-        return ""
-    had, has = ["no end" if n is None else f"{n:,} tokens" for n in (before, after)]
-    return f"--curriculum: its last phase had {had}, now {has}"
 
 
 def settings_table() -> str:

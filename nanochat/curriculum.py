@@ -66,8 +66,6 @@ NUMBER = re.compile(r"[-+]?\d{1,30}(\.\d{0,30})?([eE][-+]?\d{1,3})?", re.ASCII)
 
 def _show(value: object) -> str:
     """A value for a message, shortened if necessary."""
-    if isinstance(value, int) and value.bit_length() > 1000:  # Python refuses to print 4,300 digits
-        return "a whole number of more than 300 digits"
     text = repr(value)
     return text if len(text) <= 60 else text[:57] + "..."
 
@@ -253,10 +251,6 @@ class Curriculum:
                 )
             lengths.append(rows)
         return lengths
-
-    def mixer(self, *, T: int, V: int, seed: int) -> "Mixer":
-        """The `Mixer` of this curriculum."""
-        return Mixer(self, T=T, V=V, seed=seed)
 
     def to_json(self) -> dict[str, Any]:
         """As plain JSON, for `from_json`."""

@@ -28,14 +28,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from nanochat.checkpoint import (
-    SCHEDULER_NAME,
-    Checkpoint,
-    find_checkpoint,
-    first_good,
-    list_checkpoints,
-    step_of,
-)
+from nanochat.checkpoint import SCHEDULER_NAME, Checkpoint, find_checkpoint
 from nanochat.common import (
     AnyPath,
     Difference,
@@ -75,7 +68,6 @@ from nanochat.run_dir import (
     Fork,
     changes_text,
     config_at,
-    find_run_at,
     is_run_dir,
     read_config,
 )
@@ -125,28 +117,6 @@ def find_parent(fork_from: str) -> Parent:
     return Parent(run_dir, _settings_at(run_dir, checkpoint.step), checkpoint, manifests)
 
 
-def stand_in(fork_from: str, step: int) -> Parent | None:
-    """A parent to check settings with before its `step`, which was not saved, is replayed: it has
-    the newest checkpoint before that step, or any other, with the counts of `step`. None if it has
-    no checkpoint."""
-    run_dir, _ = find_run_at(fork_from)
-    paths = list_checkpoints(run_dir)
-    saved = first_good([path for path in paths if step_of(path) < step] or paths)
-    if saved is None:
-        return None
-    settings = _settings_at(run_dir, step)
-    progress = saved.seal["progress"]
-    tokens = progress["tokens"] + (step - saved.step) * settings.total_batch_size
-    seal = {
-        **saved.seal,
-        "step": step,
-        "status": "running",
-        "progress": {**progress, "tokens": tokens},
-    }
-    manifests = read_manifests(run_dir / DATA_MANIFEST)
-    return Parent(run_dir, settings, replace(saved, seal=seal), manifests)
-
-
 def branch_off(settings: Settings, parent: Parent) -> Settings:
     """The settings of a fork, with its record. ValueError if they change what a fork keeps, or if
     the fork would do nothing."""
@@ -163,7 +133,6 @@ def branch_off(settings: Settings, parent: Parent) -> Settings:
         return settings  # it has not saved yet; all else was decided when it began
     settings = _reads_where_parent_does(_inherit(settings, parent), parent)
     changes = _changes(settings, parent)
-    _check_halt(settings, parent, changes)
     tokens = checkpoint.seal["progress"]["tokens"]
     earlier = Fork.of(parent.settings.fork)
     mix_tokens = earlier.mix_tokens if earlier else 0
@@ -218,18 +187,6 @@ def rate_jump(
     before = theirs.lr(checkpoint.step - 1)
     after = ours.lr(checkpoint.step)
     return (before, after) if after > 2 * before else None
-
-
-def _check_halt(settings: Settings, parent: Parent, changes: Mapping[str, Any]) -> None:
-    """ValueError if the parent halted, and these changes do not lift that."""
-    seal = parent.checkpoint.seal
-    lifts = {"data_path", "allow_bucket_exhaustion", *OF_ROWS} & changes.keys()
-    if seal.get("status") == "halted" and not lifts:
-        others = "" if seal.get("all_dry") else ", or add --allow-bucket-exhaustion"
-        raise ValueError(
-            f"--fork-from={settings.fork_from}: {parent.run_dir.name} halted: {seal['halted']}; a fork "
-            f"that reads the same data halts there, too. Change --curriculum or --data-path{others}"
-        )
 
 
 def _share_limit(settings: Settings, parent: Parent) -> int | None:
@@ -429,15 +386,10 @@ def _joined(
     for entry in theirs["files"]:
         place = "" if manifest["root"] == theirs["root"] else f" in {theirs['root']}"
         own = found.pop(entry["name"], None)
-        if own is None and (as_path(manifest["root"]) / entry["name"]).exists():
-            raise ValueError(
-                f"{manifest['root']}/{entry['name']}: it is validation data here, but {run} trains on the file of "
-                f"this name{place}; name other data with --val-path or --data-path"
-            )
         if own is None:
             raise FileNotFoundError(
-                f"--data-path: {entry['name']} is missing in {manifest['root']}, and {run} reads it; a fork "
-                f"may add files, or read none of its parent's"
+                f"{manifest['root']}/{entry['name']}: missing or validation data, but {run} trains on the file of "
+                f"this name{place}; a fork may add files, or read none of its parent's"
             )
         own = keep_groups(own, entry)
         if pins_of(own) != pins_of(entry):
@@ -513,14 +465,6 @@ def continue_cursors(
 
 def _tell(run: str, *, left: list[str], new: list[str]) -> None:
     """Print which buckets a fork does not go on with, because nothing else would show it."""
-    replaced = [bucket for bucket in left if bucket in new]
-    left = [bucket for bucket in left if bucket not in replaced]
-    new = [bucket for bucket in new if bucket not in replaced]
-    if replaced:
-        print0(
-            f"note: {', '.join(replaced)}: the fork does not go on with the files that {run} read, but reads others "
-            f"from their beginning; documents of the former that were pending are in no row of the fork"
-        )
     if left:
         print0(
             f"note: {', '.join(left)}: {run} read this, and the fork does not go on with it; documents that were "

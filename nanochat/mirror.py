@@ -155,10 +155,9 @@ class RunMirror(Mirror):
         }
 
     @staticmethod
-    def preview(settings: Settings, run_dir: Path) -> tuple[str, bool]:
-        """(what a launch would find in its mirror, as a sentence; whether it would bring the run to this
-        machine). Changes nothing, here and there, and does not ask for an owner. ValueError or OSError
-        for a mirror that a launch would refuse."""
+    def preview(settings: Settings, run_dir: Path) -> str:
+        """What a launch would find in its mirror, as a sentence. Changes nothing, here and there, and
+        does not ask for an owner. ValueError or OSError for a mirror that a launch would refuse."""
         assert settings.mirror_to is not None
         check_place(settings.mirror_to)
         store = open_store(settings.mirror_to, make=False)
@@ -171,15 +170,13 @@ class RunMirror(Mirror):
             known = read_mirror_state(run_dir)
             check_run(store.where, newest, settings, run_dir, known["run"] if known else "")
         if newest is None or settings.resume == "scratch":  # which replaces a mere start
-            return f"{store.where}: it has no checkpoint yet", False
-        is_new = not is_run_dir(run_dir)
-        if is_new:
+            return f"{store.where}: it has no checkpoint yet"
+        if not is_run_dir(run_dir):
             Fetch(store, marks, run_dir).check_settings(settings)
-        found = (
+        return (
             f"{store.where}: it holds this run up to {newest.checkpoint}; a launch would fetch what is newer than "
-            f"here, and this check is without it"
+            f"here, with the run's tokenizer if it is not here, and this check is without it"
         )
-        return found, is_new
 
     def lost(self) -> str:
         return self.lease.lost

@@ -1,5 +1,5 @@
 """
-What to use in place of flags of other programs, and of older versions of this one.
+What to use in place of flags of other programs.
 
     $ python -m scripts.base_train --batch-size=8
     error: --batch-size: use --device-batch-size for the rows per forward pass of one process, or ...
@@ -10,21 +10,8 @@ SECTION = (
     "python -m scripts.help --translate FILE prints the command line"
 )
 OLD_FLAGS = {
-    "--log-every": "omit it; every step is printed",
-    **dict.fromkeys(
-        ("--row-losses", "--no-row-losses"), "omit it; the losses of rows are always kept"
-    ),
-    "--object-storage-cache": "omit it; copies are in <base dir>/object_storage, and NANOCHAT_BASE_DIR moves that",
-    "--eval-bundle": "omit it; the tasks of the CORE metric are in <base dir>/eval_bundle",
-    "--keep-milestone-every": "use --save-at=N*, which saves every Nth step and never deletes these checkpoints",
-    "--allow-budget-mismatch": "set allow_budget_mismatch: true in the curriculum's file",
     "--resume-from-step": "use --resume=PATH to resume from that checkpoint, or --resume=auto (the default) to resume "
     "from the newest",
-    "--allow-curriculum-change": "a run keeps its curriculum; to continue with a different one, start a new run "
-    "(--model-tag) with --fork-from=RUN@STEP",
-    **dict.fromkeys(
-        ("--init-optimizer", "--init-data"), "use --fork-from=RUN@STEP, which continues everything"
-    ),
     "--batch-size": "use --device-batch-size for the rows per forward pass of one process, or --total-batch-size for "
     "the tokens per step of all processes",
     **dict.fromkeys(

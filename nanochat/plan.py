@@ -25,10 +25,9 @@ that are too long), make a plan. They keep it in RUN/plan.json for a resume. scr
 every run except those in an order of samples, which refuse to start if there are too few samples.
 """
 
-import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypedDict, get_type_hints
 
@@ -37,6 +36,7 @@ from tqdm import tqdm
 
 from nanochat.common import check_shape, check_stop, is_remote, read_json
 from nanochat.config import Settings
+from nanochat.curriculum import Mixer
 from nanochat.order import StreamConfig, open_order
 from nanochat.packing import Piece
 from nanochat.rows import Document
@@ -58,7 +58,6 @@ from nanochat.text import text_tokens
 # this many times the requested tokens suffice, even if half are cropped and lanes' shares differ
 FAR = 4
 SHARE_DOCUMENTS = 1024  # with at least this many documents, lanes' shares are similar
-ERROR = 0.1  # a bucket may be that much shorter than an estimate says
 LITTLE_READ = 0.5  # a lane that is through its share after a smaller share of the bucket has too few documents
 SAMPLE_ROWS = 4096  # at most, the rows packed from a bucket that is not rehearsed
 # of data with more tokens, only a sample is measured before the first step. An index of token files may not
@@ -109,15 +108,6 @@ class BucketPlan:
     def cropped(self) -> float:
         """Cropped share of the tokens that left the buffers (`nanochat.stream.token_share`)."""
         return token_share(self.account, "cropped")
-
-    @property
-    def without_loss(self) -> float:
-        """If documents are cropped: the share of the tokens in rows that are repeated, so that they
-        have no loss. All of a document's repeated tokens are at its beginning, which is not cropped;
-        the account also counts those of pending documents."""
-        account = self.account
-        came = account["read"] + account["bos"] + account["repeated"]
-        return min(1.0, account["repeated"] * self._departed / max(1, came * account["emitted"]))
 
     @property
     def repeated(self) -> float:
@@ -635,11 +625,8 @@ def _bucket_plan(
     """What a run takes from a bucket; `account`: None if no row was rehearsed."""
     trained = asked if account is None else account["rows"] * config.T
     exact = account is not None and not lengths.plenty
-    halts_at_once = account is not None and exact and asked > 0 and not account["rows"]
-    exact = exact and not halts_at_once
     if account is None or not exact:
-        # if it halts at once, some lane is without documents
-        account = sample_rows(config, bucket, lengths, asked, begin, all_lanes=halts_at_once)
+        account = sample_rows(config, bucket, lengths, asked, begin)
     return BucketPlan(
         documents=lengths.documents,
         tokens=lengths.tokens,
@@ -660,16 +647,12 @@ def sample_rows(
     lengths: Lengths,
     asked: int,
     begin: Sequence[Cursor] = (),
-    *,
-    all_lanes: bool = False,
 ) -> dict[str, int]:
     """A bucket's account of up to about SAMPLE_ROWS of the rows that hold `asked` tokens, after the
     cursors `begin` of a fork."""
     rows_of_lane = -(-asked // (config.T * config.V))
     # a few rows of one lane would say little: a long document in it may be a third of them
     num_lanes = min(config.V, max(1, SAMPLE_ROWS // max(1, rows_of_lane)))
-    if all_lanes:
-        num_lanes = config.V
     num_rows = min(rows_of_lane, -(-SAMPLE_ROWS // num_lanes))
     lanes = range(num_lanes)
     begun = {cursor["lane"]: cursor for cursor in begin if bucket in cursor["buckets"]}
@@ -706,7 +689,7 @@ def _phases(
         return [{"first_step": 0, "tokens": tokens, "asked": {buckets[0]: tokens}}]
 
     # the rows at which phases begin and end; the last phase never ends
-    mixer = mix.mixer(T=config.T, V=config.V, seed=config.seed)
+    mixer = Mixer(mix, T=config.T, V=config.V, seed=config.seed)
     lengths = mix.phase_rows(config.T, config.V)
     starts = [0, *np.cumsum(lengths[:-1]).tolist()]
     ends = [*starts[1:], max(stop, sum(lengths))]
@@ -742,14 +725,13 @@ class Starting(Protocol):
     def step(self) -> int: ...
 
 
-def make_run_plan(start: Starting, data: RunData, *, num_steps: int | None = None) -> Plan:
-    """The plan of a run that is starting, of `num_steps` steps (default: its own number).
+def make_run_plan(start: Starting, data: RunData) -> Plan:
+    """The plan of a run that is starting.
 
     A resume that plans the same number of steps uses RUN/plan.json. Writes nothing.
     """
     settings = start.settings
-    if num_steps is None:
-        num_steps = start.horizon.num_iterations
+    num_steps = start.horizon.num_iterations
     config = stream_config(settings)
     assert isinstance(config, StreamConfig), "no other order has a plan"
     drop_dry = settings.allow_bucket_exhaustion
@@ -777,60 +759,6 @@ def make_run_plan(start: Starting, data: RunData, *, num_steps: int | None = Non
         first_step=fork.step if fork else 0,
         begin=begin,
     )
-
-
-def dry_soon_after(plan: Plan, start: Starting, data: RunData) -> dict[str, int]:
-    """{bucket: step at which it runs dry} of the buckets that, by an estimated plan, would run dry if
-    the run were longer by the share ERROR. {} for an exact plan, for one in which a bucket runs dry
-    anyway, and for a resume."""
-    dry = [bucket for bucket in plan.buckets.values() if bucket.dry_step is not None]
-    if not plan.estimate or plan.halt or dry or start.config:
-        return {}
-    longer = make_run_plan(start, data, num_steps=math.ceil(plan.num_steps * (1 + ERROR)))
-    steps = {name: bucket.dry_step for name, bucket in longer.buckets.items()}
-    return {name: step for name, step in steps.items() if step is not None}
-
-
-def lanes_that_suffice(plan: Plan, start: Starting, data: RunData) -> int | None:
-    """The largest number of lanes, below that of the plan of a new run which halts, with which it
-    reaches its last step. None if there is none."""
-    settings = start.settings
-    config = stream_config(settings)
-    assert isinstance(config, StreamConfig), "no other order has a plan"
-    lengths = lengths_of(config, data.train)
-    for V in smaller_lanes(settings, plan.V):
-        other = make_plan(
-            replace(config, V=V),
-            data.train,
-            rows_per_step=plan.rows_per_step,
-            num_steps=plan.num_steps,
-            drop_dry=plan.allowed,
-            lengths=lengths,
-        )
-        if not other.halt:
-            return V
-    return None
-
-
-def lanes_without_repeats(
-    settings: Settings, bucket: str, source: Source, passes: float
-) -> int | None:
-    """The largest number of lanes of a new run with which none repeats (see `repeating_lanes`); None
-    if there is none."""
-    config = stream_config(settings)
-    assert isinstance(config, StreamConfig), "no other order has a plan"
-    for V in smaller_lanes(settings, config.V):
-        sizes = share_sizes(replace(config, V=V), bucket, source)
-        if not repeating_lanes(sizes, passes):
-            return V
-    return None
-
-
-def smaller_lanes(settings: Settings, V: int) -> list[int]:
-    """The numbers of lanes below V that a new run may have, the largest first."""
-    rows_per_step = settings.total_batch_size // settings.max_seq_len
-    least = max(settings.world_size, settings.leaves)
-    return [lanes for lanes in range(V - 1, least - 1, -1) if rows_per_step % lanes == 0]
 
 
 def share_sizes(config: StreamConfig, bucket: str, source: Source) -> np.ndarray:

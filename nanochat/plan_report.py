@@ -3,7 +3,7 @@ The plan of a run in words, printed before it starts: what it reads, and what sh
 
     rehearse        with a curriculum, or `binned` rows: the plan, exact or estimated
     print_passes    without: the size of the data, and the passes over them
-    print_readings  in an order of its own: the same, from what the order says
+    readings_text   in an order of its own: the same, from what the order says
 
 An exact plan that halts refuses the run, and so does one that would crop nearly everything;
 --plan=warn turns both into warnings.
@@ -11,24 +11,18 @@ An exact plan that halts refuses the run, and so does one that would crop nearly
 
 import logging
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from nanochat.common import counted, print0, table
+from nanochat.common import counted, few, print0, table
 from nanochat.order import StreamConfig
 from nanochat.plan import (
-    ERROR,
-    LITTLE_READ,
-    BucketPlan,
     Lengths,
     Plan,
     Sample,
     Starting,
     crops,
-    dry_soon_after,
-    lanes_that_suffice,
-    lanes_without_repeats,
     make_run_plan,
     repeating_lanes,
     sample_rows,
@@ -42,11 +36,12 @@ log = logging.getLogger(__name__)
 
 MUCH_CROPPED = 0.1  # a larger share of cropped tokens causes a warning
 MOST_CROPPED = 0.9  # a larger share is refused, unless --plan says otherwise
-MUCH_WITHOUT_LOSS = 0.3  # the same for the share of tokens in rows that are repeated
-MOST_WITHOUT_LOSS = 0.9
-MOST_NAMED = 8  # buckets of which a sentence says how often they are read
-OR_WARN = ", or train up to that step with --plan warn"
-LITTLE_USABLE = 0.5  # a smaller share of what a dry bucket has is usable: its lanes are too many
+# what to do about a bucket that runs dry
+WAYS = (
+    "shorten the run, add data, use --long-docs=split or fewer --lanes, give the bucket less weight or more passes "
+    "(max_epochs in the curriculum; of a run that has begun, in that of a fork), or, with several buckets, continue "
+    "with the others once it is dry (--allow-bucket-exhaustion)"
+)
 
 
 def rehearse(start: Starting, data: RunData) -> Plan:
@@ -56,53 +51,33 @@ def rehearse(start: Starting, data: RunData) -> Plan:
     """
     plan = make_run_plan(start, data)
     print0("\n".join(plan_lines(plan)))
-    # cropping may be why a bucket runs dry
-    lanes = fewer_lanes(plan, start, data)
-    resumes = bool(start.config)
-    why = refusal(plan, start) or problem(plan, lanes, resumes=resumes)
-    if why and start.settings.plan == "error":
+    if why := refusal(plan, start):
         raise ValueError(why)
-    why = why.removesuffix(OR_WARN)  # as it does
-    notes = [*warnings(plan, lanes), *repeats(plan, start, data)]
-    likely = likely_problem(plan, lanes, resumes=resumes)
-    for line in filter(None, [*notes, *close_calls(plan, start, data), why, likely]):
+    for line in filter(None, [*notes_of(plan, start, data), problem(plan)]):
         log.warning("%s", line)
     return plan
 
 
-class _Pass(NamedTuple):
-    """What one pass over the data puts into rows."""
-
-    emitted: float  # tokens, with BOS
-    repeated: float  # their share that an earlier row also holds
-    cropped: float  # share of the data's tokens that no row holds
-    without_loss: float  # share of tokens without a loss in cropped rows
-
-
 def _one_pass(
     config: StreamConfig, bucket: str, source: Source, sample: Sample, trained: int
-) -> _Pass:
-    """What a pass over a bucket puts into rows. What is cropped is measured in rows, as in a plan:
-    many documents are cropped to fill rows that are longer than they are."""
+) -> tuple[float, float]:
+    """(tokens, with BOS, that a pass over a bucket puts into rows; the share of its tokens that no row
+    holds). What is cropped is measured in rows, as in a plan: many documents are cropped to fill rows
+    that are longer than they are."""
     T = config.T
     lengths = sample.lengths
-    again = sample.repeated
     emitted = sample.total(lengths)
-    cropped = without_loss = 0.0
+    cropped = 0.0
     if crops(config):
         account = sample_rows(config, bucket, Lengths(source, config, sample), trained)
         cropped = token_share(account, "cropped")
         emitted *= 1 - cropped
-        again = np.minimum(again, T + 1)
-        without_loss = sample.total(again) / sample.total(np.minimum(lengths, T + 1))
     elif config.layout == "bestfit":
         # each continuation is BOS, overlap and up to T - overlap new tokens
         beyond = np.maximum(lengths - T - 1, 0)
         added = (config.overlap + 1) * np.ceil(beyond / (T - config.overlap))
         emitted += sample.total(added)
-        again = again + added
-    repeated = sample.total(again) / emitted
-    return _Pass(emitted, repeated, cropped, without_loss)
+    return emitted, cropped
 
 
 def print_passes(start: Starting, data: RunData) -> None:
@@ -118,43 +93,30 @@ def print_passes(start: Starting, data: RunData) -> None:
     trained = start.horizon.total_tokens
     sample = Sample(source)
     about = "" if sample.is_whole else "about "
-    one_pass = _one_pass(config, bucket, source, sample, trained)
+    emitted, cropped = _one_pass(config, bucket, source, sample, trained)
     # the last token of a row of concat is the next one's first
     per_row = T if settings.packing == "concat" else T + 1
-    passes = trained / T * per_row / one_pass.emitted
+    passes = trained / T * per_row / emitted
     why = refuse_waste(
         "its data",
         passes=passes,
-        cropped=one_pass.cropped,
-        without_loss=one_pass.without_loss,
+        cropped=cropped,
         about=about,
     )
     if why and settings.plan == "error" and _is_new(start):
         raise ValueError(why)
     tokens = round(sample.total(sample.lengths - 1 - sample.repeated))  # without BOS
-    shown = two_digits(passes)
-    repeating = _repeats("its data", start, bucket, source, passes)
-    if repeating:
-        often = f"{shown} times as many, some of them several times"
-    elif passes < 0.5:
-        often = "less than half of them"
-    elif shown == "1":
-        often = "them once"
-    else:
-        often = f"them {shown} times"
-    print0(f"data: {about}{tokens:,} tokens; this run reads {often}")
+    print0(f"data: {about}{tokens:,} tokens; this run reads them {two_digits(passes)} times")
     for line in reading_notes(
         "its data",
         trained=trained,
         tokens=tokens,
         passes=passes,
-        cropped=one_pass.cropped,
-        without_loss=one_pass.without_loss,
-        repeated=one_pass.repeated,
+        cropped=cropped,
         about=about,
     ):
         log.warning("%s", line)
-    if repeating:
+    if repeating := _repeats("its data", start, bucket, source, passes):
         log.warning("%s", repeating)
 
 
@@ -165,70 +127,18 @@ def two_digits(number: float) -> str:
     return f"{number:.2g}" if number < 10 else f"{number:,.0f}"
 
 
-def print_readings(readings: Mapping[str, Reading]) -> None:
-    """Print what a run reads in an order without a plan."""
-    sentence, notes = readings_text(readings)
-    if sentence:
-        print0(sentence)
-    for note in notes:
-        log.warning("%s", note)
-
-
-def readings_text(readings: Mapping[str, Reading]) -> tuple[str, list[str]]:
-    """(a sentence about what a run reads, warnings): the passes over each bucket, and a warning about
-    the one that is read most often. ("", []) if nothing is known."""
+def readings_text(readings: Mapping[str, Reading]) -> str:
+    """What a run reads in an order without a plan, as a sentence: the passes over each bucket, the most
+    first. "" if nothing is known."""
     if not readings:
-        return "", []
+        return ""
     tokens = sum(reading.tokens for reading in readings.values())
     most_first = sorted(readings, key=lambda name: -readings[name].passes)
-    often = [
-        f"{name} {two_digits(readings[name].passes)} times" for name in most_first[:MOST_NAMED]
-    ]
-    if len(most_first) > MOST_NAMED:
-        others = counted(len(most_first) - MOST_NAMED, "other bucket")
-        often.append(f"{others} no more often")
-    sentence = f"data: {tokens:,} tokens; this run reads {', '.join(often)}"
-    bucket = most_first[0]
-    reading = readings[bucket]
-    notes = reading_notes(
-        "its data" if len(readings) == 1 else f"bucket {bucket!r}",
-        trained=reading.trained,
-        tokens=reading.tokens,
-        passes=reading.passes,
-        cropped=0.0,
-        without_loss=0.0,
-        repeated=0.0,
-        about="",
-    )
-    return sentence, notes
+    often = few(f"{name} {two_digits(readings[name].passes)} times" for name in most_first)
+    return f"data: {tokens:,} tokens; this run reads {often}"
 
 
 # ---- what should stop a run, or be said first ----------------------------------------------------
-
-
-def fewer_lanes(plan: Plan, start: Starting, data: RunData) -> str:
-    """How fewer lanes help a new run in which a bucket runs dry; empty if it cannot have fewer.
-
-    A lane without a document of a bucket is dry, however many documents the other lanes have.
-    """
-    settings = start.settings
-    least = max(settings.world_size, settings.leaves)
-    has_fewer = _is_new(start) and least < plan.V
-    if not plan.halt or not has_fewer:
-        return ""
-    if _lanes_starve(plan) and all(map(_has_enough, plan.buckets.values())):
-        lanes = lanes_that_suffice(plan, start, data)
-        if lanes is not None:
-            return f"--lanes={lanes} suffices"
-    return "fewer --lanes may use more of it"
-
-
-def _lanes_starve(plan: Plan) -> bool:
-    """Whether the lanes are too many for a bucket: one is dry while most of the bucket is unread."""
-    for bucket in plan.buckets.values():
-        if bucket.usable is not None and bucket.usable < LITTLE_READ * _tokens_for_rows(bucket):
-            return True
-    return False
 
 
 def repeats(plan: Plan, start: Starting, data: RunData) -> list[str]:
@@ -252,94 +162,42 @@ def _repeats(data: str, start: Starting, bucket: str, source: Source, passes: fl
     number = repeating_lanes(sizes, passes)
     if not number:
         return ""
-    when = "from step 0 on" if sizes.min() == 0 else "early in the run"
-    lanes = lanes_without_repeats(start.settings, bucket, source, passes)
-    way = "use more documents" if lanes is None else f"--lanes={lanes} suffices"
     return (
-        f"{data} has {counted(int(source.groups.sum()), 'document')} for {counted(config.V, 'lane')}: {when}, "
+        f"{data} has {counted(int(source.groups.sum()), 'document')} for {counted(config.V, 'lane')}: "
         f"{number} of them read again what others read, so the run sees some text several times before it has "
-        f"seen the rest; {way}"
+        f"seen the rest; use fewer --lanes, or more documents"
     )
 
 
-def _has_enough(bucket: BucketPlan) -> bool:
-    """Whether a bucket has the tokens that the mix requests, if all lanes share them."""
-    new = bucket.asked * (1 - bucket.repeated)
-    return bucket.max_epochs == 0 or new <= _tokens_for_rows(bucket)
-
-
-def _tokens_for_rows(bucket: BucketPlan) -> float:
-    """The tokens of all allowed passes over a bucket that are not cropped."""
-    return bucket.tokens * bucket.max_epochs * (1 - bucket.cropped)
-
-
-def _ways(plan: Plan, lanes: str, *, resumes: bool) -> str:
-    """What to do about a bucket that runs dry; `lanes`: see `fewer_lanes`. A resume keeps its
-    curriculum."""
-    ways = ["shorten the run"]
-    if resumes:
-        ways.append("continue it with another curriculum as a fork (--fork-from)")
-    elif not plan.allowed and len(plan.buckets) > 1:
-        ways.append("give the bucket less weight")
-    if not resumes:
-        ways.append("allow more passes (max_epochs in the curriculum)")
-    if not plan.allowed and len(plan.buckets) > 1:
-        ways.append("continue without it once it is dry (--allow-bucket-exhaustion)")
-    text = f"{', '.join(ways[:-1])}, or {ways[-1]}"
-    return f"{lanes}; or {text}" if lanes and _lanes_starve(plan) else text
-
-
-def problem(plan: Plan, lanes: str = "", *, resumes: bool = False) -> str:
-    """A sentence that says why the run will not reach its last step; `lanes`: see `fewer_lanes`.
-
-    Empty if it will, and for an estimate.
-    """
-    if not plan.halt or plan.estimate:
+def problem(plan: Plan) -> str:
+    """A sentence that says why the run will not reach its last step, or by an estimate probably not.
+    Empty if it will."""
+    if not plan.halt:
         return ""
-    why = f"the run halts before step {plan.steps:,} of {plan.num_steps:,}: {plan.halt}"
-    why += f"; {_ways(plan, lanes, resumes=resumes)}"
-    return why if plan.allowed else why + OR_WARN
-
-
-def likely_problem(plan: Plan, lanes: str = "", *, resumes: bool = False) -> str:
-    """A sentence that says why the run will probably not reach its last step.
-
-    Empty if it probably will, and for an exact plan.
-    """
-    if not plan.halt or not plan.estimate:
-        return ""
+    by = "by this estimate, " if plan.estimate else ""
     return (
-        f"by this estimate, the run halts before step {plan.steps:,} of {plan.num_steps:,}; "
-        f"{_ways(plan, lanes, resumes=resumes)}"
+        f"{by}the run halts before step {plan.steps:,} of {plan.num_steps:,}: {plan.halt}; {WAYS}"
     )
-
-
-def close_calls(plan: Plan, start: Starting, data: RunData) -> list[str]:
-    """A sentence for each bucket that lasts to the end of the run by an estimate, but only just."""
-    is_text = start.settings.data_format == "text"
-    exact = ", and token files (scripts.tok_shards) give the exact step" if is_text else ""
-    return [
-        f"bucket {name!r} may run dry before the last step: by this estimate, it lasts until step {step:,}, and "
-        f"the run takes {plan.num_steps:,} steps; an estimate may be {ERROR:.0%} off{exact}"
-        for name, step in dry_soon_after(plan, start, data).items()
-    ]
 
 
 def refusal(plan: Plan, start: Starting) -> str:
-    """A sentence that says why a new run should not start although it could; empty if it should."""
-    if not plan.crops or not _is_new(start) or start.settings.plan != "error":
+    """A sentence that says why a run does not start with --plan=error: it would crop nearly
+    everything, or halt by an exact plan. Empty if it does."""
+    if start.settings.plan != "error":
         return ""
     about = "about " if plan.estimate else ""
-    for name, bucket in plan.buckets.items():
+    judged = plan.buckets if plan.crops and _is_new(start) else {}
+    for name, bucket in judged.items():
         why = refuse_waste(
             _data_of(plan, name),
             passes=bucket.passes,
             cropped=bucket.cropped,
-            without_loss=bucket.without_loss,
             about=about,
         )
         if why:
             return why
+    if plan.halt and not plan.estimate:
+        return f"{problem(plan)}; or train up to that step with --plan=warn"
     return ""
 
 
@@ -348,30 +206,15 @@ def _is_new(start: Starting) -> bool:
     return not start.config and start.settings.fork is None
 
 
-def refuse_waste(
-    data: str, *, passes: float, cropped: float, without_loss: float, about: str = "about "
-) -> str:
+def refuse_waste(data: str, *, passes: float, cropped: float, about: str) -> str:
     """A sentence that says why a run should not start, because it would train again and again on
-    little more than the beginnings of its documents (say on the title pages of books), or on rows
-    almost without a loss. Empty if it should, and for runs of less than one pass, as tests are."""
-    if passes <= 1:
+    little more than the beginnings of its documents (say on the title pages of books). Empty if it
+    should, and for runs of less than one pass, as tests are."""
+    if passes <= 1 or cropped <= MOST_CROPPED:
         return ""
-    if without_loss > MOST_WITHOUT_LOSS:
-        return f"{_without_loss_sentence(data, without_loss, about)}, or train on them with --plan=warn"
-    if cropped > MOST_CROPPED:
-        return (
-            f"--long-docs=crop: {about}{cropped:.0%} of the tokens of {data} would be cropped, because each document "
-            f"trains its first row only; use --long-docs=split, or train on the beginnings with --plan=warn"
-        )
-    return ""
-
-
-def _without_loss_sentence(data: str, without_loss: float, about: str) -> str:
-    """Says that many tokens in rows have no loss, and what to do."""
     return (
-        f"{about}{without_loss:.0%} of the tokens that rows take from {data} repeat the window before, and have no "
-        f"loss; use --long-docs=split, whole documents (scripts.tok_shards without --max-length), a smaller overlap, "
-        f"or a longer --max-seq-len"
+        f"--long-docs=crop: {about}{cropped:.0%} of the tokens of {data} would be cropped, because each document "
+        f"trains its first row only; use --long-docs=split, or train on the beginnings with --plan=warn"
     )
 
 
@@ -380,8 +223,13 @@ def _data_of(plan: Plan, bucket: str) -> str:
     return "its data" if len(plan.buckets) == 1 else f"bucket {bucket!r}"
 
 
-def warnings(plan: Plan, lanes: str = "") -> list[str]:
-    """Warnings before the start, one sentence each; `lanes`: see `fewer_lanes`."""
+def notes_of(plan: Plan, start: Starting, data: RunData) -> list[str]:
+    """All warnings before the start, one sentence each."""
+    return [*warnings(plan), *repeats(plan, start, data)]
+
+
+def warnings(plan: Plan) -> list[str]:
+    """Warnings that a plan alone gives."""
     dry = []
     notes = []
     for name, bucket in plan.buckets.items():
@@ -392,27 +240,14 @@ def warnings(plan: Plan, lanes: str = "") -> list[str]:
             about="about " if plan.estimate else "",
             passes=0.0 if bucket.max_epochs else bucket.passes,
             cropped=bucket.cropped if plan.crops else 0.0,
-            without_loss=bucket.without_loss if plan.crops else 0.0,
-            repeated=bucket.repeated,
         )
         if bucket.dry_step is None or bucket.usable is None:
             continue
         probably = "probably " if plan.estimate else ""
-        line = (
+        dry.append(
             f"bucket {name!r} {probably}runs dry at step {bucket.dry_step:,}: the mix requests {bucket.asked:,} "
             f"tokens, and {bucket.usable:,} are usable with {counted(plan.V, 'lane')}"
         )
-        if bucket.trained > 0 and bucket.repeated > 0.005:
-            line += f" ({bucket.repeated:.0%} of what it trains on is overlap)"
-        if plan.crops and 0.005 < bucket.cropped <= MUCH_CROPPED:
-            line += f"; {bucket.cropped:.1%} are cropped (--long-docs=split would use them)"
-        if plan.allowed:
-            line += "; each lane that runs dry goes on without it (--allow-bucket-exhaustion)"
-        elif plan.crops and bucket.cropped > MOST_CROPPED:
-            line += "; --long-docs=split would use more of it"
-        elif lanes:
-            line += f"; {lanes}"
-        dry.append(line)
     return dry + notes
 
 
@@ -423,15 +258,12 @@ def reading_notes(
     tokens: int,
     passes: float,
     cropped: float,
-    without_loss: float,
-    repeated: float,
     about: str = "about ",
 ) -> list[str]:
     """Warnings for a run that trains on `trained` tokens of `data`, which has `tokens`.
 
-    One sentence if many tokens are cropped, one if many of those left have no loss, and one if the
-    run reads the data clearly more than once. `cropped`, `without_loss`: 0 unless long documents are
-    cropped. `repeated`: the share of overlap among the trained tokens.
+    One sentence if many tokens are cropped, and one if the run reads the data clearly more than
+    once. `cropped`: 0 unless long documents are cropped.
     """
     notes = []
     if cropped > MUCH_CROPPED:
@@ -439,18 +271,10 @@ def reading_notes(
             f"{about}{cropped:.0%} of the tokens of {data} are cropped, where documents do not fit into what is left "
             f"of a row; --long-docs=split crops none, a longer --max-seq-len crops fewer"
         )
-    if without_loss > MUCH_WITHOUT_LOSS:
-        notes.append(_without_loss_sentence(data, without_loss, about))
     if passes > 1.05:  # last, and so just above the verdict
-        twice = ""
-        if repeated > 0.005:
-            twice = f", {repeated:.0%} of them overlaps of split documents"
-        lost = ""
-        if cropped > 0.005:
-            lost = f", {cropped:.0%} of them cropped"
         notes.append(
-            f"the run reads {data} {about}{passes:.1f} times: it trains on {trained:,} tokens{twice}, and "
-            f"{data} has {about}{tokens:,}{lost}"
+            f"the run reads {data} {about}{passes:.1f} times: it trains on {trained:,} tokens (with overlaps), and "
+            f"{data} has {about}{tokens:,} (with what is cropped)"
         )
     return notes
 
@@ -492,12 +316,11 @@ def _buckets_table(plan: Plan) -> list[str]:
     for name, bucket in plan.buckets.items():
         num_emitted = bucket.account["rows"] * (plan.T + 1)
         padded = bucket.account["padded"] / max(1, num_emitted)
-        # a bucket of which the run takes no row, say because it halts at once, has no shares to estimate
-        takes_rows = bucket.trained > 0
-        is_exact = (bucket.exact or not takes_rows) and not plan.estimate
+        is_exact = bucket.exact and not plan.estimate
         limit = f" of {bucket.max_epochs}" if bucket.max_epochs else ""
         shares = (bucket.cropped, bucket.repeated, padded)
-        percents = [f"{100 * share:.2f}" if takes_rows else None for share in shares]
+        # a bucket of which the run takes no row has no shares
+        percents = [f"{100 * share:.2f}" if bucket.trained else None for share in shares]
         line = {
             "bucket": name,
             "documents": bucket.documents,

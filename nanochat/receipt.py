@@ -46,7 +46,7 @@ from nanochat.common import (
     hash_json,
     read_json,
 )
-from nanochat.config import REMOVED, Settings, fields_of, flag
+from nanochat.config import Settings, fields_of, flag
 from nanochat.files import data_at
 from nanochat.pins import Manifest, Pin, pins_of
 from nanochat.run_dir import CONFIG_NAME, read_cursors
@@ -411,8 +411,7 @@ def open_receipt(path: Path, given: Settings, last: int) -> Opened:
             f"{path}: it has no step {last:,}; the run trained steps 0 to {receipt['steps'] - 1:,}"
         )
     settings = Settings.from_json(receipt["settings"], path)
-    known = {*fields_of(type(settings)), *REMOVED}
-    if unknown := sorted(receipt["settings"].keys() - known):
+    if unknown := sorted(receipt["settings"].keys() - fields_of(type(settings)).keys()):
         raise ValueError(
             f"{path}: this code has no setting {unknown[0]!r}; use the code that trained the run ({code})"
         )

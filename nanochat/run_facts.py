@@ -17,7 +17,6 @@ from typing import Any
 
 from nanochat import seen
 from nanochat.common import Bits, counted, duration, few, show, visible
-from nanochat.config import without_removed
 from nanochat.model_code import CODE_OF
 from nanochat.pins import Manifests, contents_of
 from nanochat.run_dir import changes_text, setting_texts
@@ -268,7 +267,7 @@ def differing_settings(runs: Sequence[RunReader]) -> Table:
     whatever it follows from."""
     configs = []
     for run in runs:
-        config = without_removed(run.last_config) | {"num_iterations": run.horizon}
+        config = {**run.last_config, "num_iterations": run.horizon}
         for name in ("derived", "fork"):  # not settings
             config.pop(name, None)
         configs.append(config)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from nanochat.common import show
-from nanochat.config import Settings, flag, known_settings, without_removed
+from nanochat.config import Settings, flag, known_settings
 from nanochat.dataloader import StepLayout, default_leaves
 from nanochat.fp8 import convert
 from nanochat.gpt import GPT, GPTConfig
@@ -210,49 +210,30 @@ def _check_budget(settings: Settings, horizon: Horizon) -> None:
     is_inherited = changes is not None and "curriculum" not in changes
     if mix is None:
         return
-    begin, total = settings.curriculum_begin, horizon.total_tokens
-    budget = settings.curriculum_end
-    if not budget:
-        if settings.num_iterations < 1 and settings.target_flops <= 0:
-            raise ValueError(
-                "--curriculum: its last phase has no duration_tokens, so it does not say how long the run is; "
-                "give the phase a duration, or name --num-iterations"
-            )
-        last = begin + sum(phase.duration_tokens or 0 for phase in mix.phases[:-1])
-        if total <= last and not (is_inherited or mix.allow_budget_mismatch):
-            raise ValueError(
-                f"--curriculum: its last phase begins at {last:,} tokens, but the run trains on {total:,} "
-                f"({horizon.num_iterations:,} steps); shorten the phases before it, or raise --num-iterations"
-            )
+    begin, end = settings.curriculum_begin, settings.curriculum_end
+    total = horizon.total_tokens
+    if not end and settings.num_iterations < 1 and settings.target_flops <= 0:
+        raise ValueError(
+            "--curriculum: its last phase has no duration_tokens, so it does not say how long the run is; "
+            "give the phase a duration, or name --num-iterations"
+        )
+    last = begin + sum(phase.duration_tokens or 0 for phase in mix.phases[:-1])
+    is_short = ends_early(settings, horizon) if end else total <= last
+    is_long = end > 0 and total - end > horizon.total_batch_size
+    if mix.allow_budget_mismatch or not (is_long or (is_short and not is_inherited)):
         return
-    fits = abs(total - budget) <= horizon.total_batch_size
-    may_end_early = is_inherited and ends_early(settings, horizon)
-    if fits or mix.allow_budget_mismatch or may_end_early:
-        return
-    counts = f", which count from token {begin:,} of the run," if begin else ""
+    ends = f" and ends at {end:,}" if end else ""
     raise ValueError(
-        f"--curriculum: its phases{counts} end at {budget:,}, but the run trains on {total:,} "
-        f"({horizon.num_iterations:,} steps); give its phases {total - begin:,} tokens in total, or train as long as "
-        f"they last with --num-iterations=-1 (the learning rates then follow that length), or set "
-        f"allow_budget_mismatch: true in the curriculum"
+        f"--curriculum: its phases count from token {begin:,} of the run, the last one begins at {last:,}{ends}, but "
+        f"the run trains on {total:,} ({horizon.num_iterations:,} steps); give its phases {total - begin:,} tokens in "
+        f"total, or train as long as they last with --num-iterations=-1 (the learning rates then follow that length), "
+        f"or set allow_budget_mismatch: true in the curriculum"
     )
 
 
 def ends_early(settings: Settings, horizon: Horizon) -> bool:
     """Whether a run ends a step or more before the phases of its curriculum do."""
     return settings.curriculum_end - horizon.total_tokens > horizon.total_batch_size
-
-
-def how_to_extend(settings: Settings, horizon: Horizon) -> str:
-    """What makes a run longer, as an imperative."""
-    mix = settings.mix
-    is_any_length_allowed = mix is None or not mix.tokens or mix.allow_budget_mismatch
-    if is_any_length_allowed or ends_early(settings, horizon):
-        return "raise --num-iterations"
-    return (
-        f"name a --curriculum whose last phase is longer (phases count from token "
-        f"{settings.curriculum_begin:,} of the run)"
-    )
 
 
 def derive(settings: Settings, horizon: Horizon) -> dict[str, Any]:
@@ -329,7 +310,7 @@ def setting_tables(
                 tables["default"].append((name, text))
         elif name in typed:
             tables["set"].append((name, text, json.dumps(default)))
-        elif name in without_removed(config) and name != "derived":
+        elif name != "derived":
             tables["worked out"].append((name, text))
     for name, value in config["derived"].items():
         is_set = name in typed and value == config.get(name)

@@ -186,15 +186,10 @@ def _num_steps(targets: Sequence[_Target], total_batch_size: int, first_step: in
         steps = round((chosen.total - chosen.done) / chosen.per_step)
     else:
         steps = int((chosen.total - chosen.done) // chosen.per_step)
-    if steps < 1 and first_step:
-        raise ValueError(
-            f"{chosen.flag}: a run of this length ends at step {first_step} of its parent or before; name "
-            f"more steps with --num-iterations, or an earlier step with --fork-from=RUN@STEP"
-        )
     if steps < 1:
         raise ValueError(
-            f"{chosen.flag}: the horizon is less than one step of {total_batch_size:,} tokens; lower "
-            f"--total-batch-size or set --num-iterations"
+            f"{chosen.flag}: the horizon is less than one step of {total_batch_size:,} tokens after step "
+            f"{first_step:,}; name more steps with --num-iterations, lower --total-batch-size, or fork an earlier step"
         )
     if steps > MOST_STEPS:
         raise ValueError(

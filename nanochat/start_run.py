@@ -70,9 +70,8 @@ from nanochat.dist import (
     other_processors,
     versions,
 )
-from nanochat.files import FORMATS, OWN_TOKENIZER, data_at, default_data_path, list_files, paths_in
+from nanochat.files import OWN_TOKENIZER, data_at, default_data_path, list_files, paths_in
 from nanochat.fork import (
-    LENGTH,
     Parent,
     branch_off,
     continue_cursors,
@@ -83,7 +82,7 @@ from nanochat.fork import (
     rate_jump,
 )
 from nanochat.pins import DATA_MANIFEST, Manifests, bare, leave_out, read_manifests
-from nanochat.plan_report import print_passes, print_readings, rehearse
+from nanochat.plan_report import print_passes, readings_text, rehearse
 from nanochat.run_dir import (
     CONFIG_NAME,
     PLAN_NAME,
@@ -91,7 +90,6 @@ from nanochat.run_dir import (
     find_run_at,
     is_run_dir,
     keep_cursors,
-    made_of,
     new_run_path,
     newest_events,
     open_folders,
@@ -102,7 +100,7 @@ from nanochat.run_dir import (
 from nanochat.run_guard import Guard
 from nanochat.run_order import order_of, stream_config
 from nanochat.run_settings import build_model as build_model  # forks import it from here
-from nanochat.run_settings import derive, device_memory, how_to_extend, resolve
+from nanochat.run_settings import derive, device_memory, resolve
 from nanochat.run_settings import estimate_memory as estimate_memory
 from nanochat.schedule import Horizon, HorizonSettings
 from nanochat.sources import RunData, check_files, open_data, warn_of_arrivals
@@ -115,6 +113,8 @@ from nanochat.tokenizer import (
     get_tokenizer,
     read_description,
 )
+
+EXTEND = "raise --num-iterations (with a curriculum: give its last phase more tokens)"
 
 
 class Over(NamedTuple):
@@ -198,14 +198,10 @@ class Start:
         ended = "completed" in self.events or "started" not in self.events
         if status == "completed" and self.step >= self.horizon.num_iterations and ended:
             done = f"completed after {counted(self.step, 'step')} ({where})"
-            further = how_to_extend(self.settings, self.horizon)
-            if made_of(self.seal) or not self._has_room():
-                further = "start a new run from its weights with "
-                further += f"--init-from={self.run_dir.name} --model-tag=NAME"
             return Over(
                 0,
-                f"{self.run_dir}: {done}, nothing to do; to train further, {further}; to start another run, "
-                f"use --model-tag=NAME",
+                f"{self.run_dir}: {done}, nothing to do; to train further, {EXTEND}; to start another run, use "
+                f"--model-tag=NAME, and for one with these weights --init-from={self.run_dir.name} --model-tag=NAME",
             )
         allowed = self.settings.allow_bucket_exhaustion and not self.seal.get("all_dry")
         if status == "halted" and not allowed:
@@ -215,14 +211,6 @@ class Start:
                 f"{self.run_dir}: halted ({where}): {self.seal['halted']}; {remedy}",
             )
         return None
-
-    def _has_room(self) -> bool:
-        """Whether the run's order has another step after this one."""
-        try:
-            order_of(self.settings).settle(self.settings, self.horizon, self.cursors, steps=1)
-        except ValueError:
-            return False
-        return True
 
 
 @dataclass(frozen=True)
@@ -400,7 +388,6 @@ def _inspect(
     checkpoint = None if scratch else _own_checkpoint(run_dir, settings.resume)
     origin = parent = jump = None
     if checkpoint is None:
-        _check_beginning(run_dir, settings, config)
         if settings.init_from is not None:
             origin = find_origin(settings.init_from, config.get("origin"))
         if settings.fork_from is not None:
@@ -417,9 +404,6 @@ def _inspect(
         device_memory(device, settings.world_size),
         manifests.get("train"),
     )
-    if config and _lengths_before(run_dir, config) == {horizon.num_iterations}:
-        # such as --num-iterations with the length that a curriculum has
-        notices = {name: notice for name, notice in notices.items() if name not in LENGTH}
     if parent is not None:
         settings = note_length(settings, parent, horizon.num_iterations)
         checkpoint = first_checkpoint(parent, settings, model_config)
@@ -462,13 +446,6 @@ def _resumed(
     return config, settings, notices
 
 
-def _lengths_before(run_dir: Path, config: Mapping[str, Any]) -> set[int | None]:
-    """The numbers of steps of a run's first launch, and of its newest."""
-    started = newest_events(run_dir, math.inf).get("started", {})
-    first = config.get("derived", {}).get("num_iterations")
-    return {first, started.get("num_iterations", first)}
-
-
 def keep_length(
     run_dir: Path,
     settings: Settings,
@@ -495,24 +472,6 @@ def keep_length(
     return replace(settings, **kept)
 
 
-def _check_beginning(run_dir: Path, settings: Settings, config: Mapping[str, Any]) -> None:
-    """ValueError if a run cannot begin as its settings say."""
-    if config.get("init_data") == "continue":
-        raise ValueError(
-            f"{run_dir}: older code began this run with --init-data=continue, and it has no checkpoint "
-            f"yet; begin again with --fork-from=RUN@STEP and --model-tag=NAME"
-        )
-    is_new = not config and settings.fork_from is None
-    if is_new and settings.data_format not in FORMATS:
-        # the FileSource of a fork's own kind of file receives nothing else; older code took the others
-        settings.refuse_selection(but=("text_field",))
-    if settings.skip_steps and is_new:
-        raise ValueError(
-            f"--skip-steps={settings.skip_steps}: applies only to a fork; name the run, and the step "
-            f"before the rows to skip, with --fork-from=RUN@STEP"
-        )
-
-
 def _check_length(settings: Settings, horizon: Horizon, checkpoint: Checkpoint | None) -> None:
     """ValueError if an unfinished run has taken more steps than it should, or if a finished one cannot
     take more."""
@@ -523,7 +482,7 @@ def _check_length(settings: Settings, horizon: Horizon, checkpoint: Checkpoint |
     if checkpoint.step > horizon.num_iterations:
         raise ValueError(
             f"{settings.tag}: it has taken {checkpoint.step:,} steps, but this command ends it after "
-            f"{horizon.num_iterations:,}; {how_to_extend(settings, horizon)}, or end a fork of an earlier step "
+            f"{horizon.num_iterations:,}; {EXTEND}, or end a fork of an earlier step "
             f"there (--fork-from={settings.tag}@STEP --model-tag=NAME)"
         )
 
@@ -785,7 +744,8 @@ def begin_run(run: Run, guard: Guard) -> None:
         if order.has_plan:
             print_passes(run, run.data)
         else:
-            print_readings(order.reads(settings, run.data.train, run.cursors, run.steps_to_read))
+            readings = order.reads(settings, run.data.train, run.cursors, run.steps_to_read)
+            print0(readings_text(readings))
     order.shuffle(settings, run.data.train)
     if settings.resume == "scratch" and is_run_dir(run_dir):
         guard.set_aside()

@@ -580,7 +580,7 @@ class Stream:
         if config.curriculum is not None:
             config.curriculum.check_buckets(sources)
             sources = {bucket: sources[bucket] for bucket in config.curriculum.buckets}
-            self.mixer = config.curriculum.mixer(T=config.T, V=config.V, seed=config.seed)
+            self.mixer = Mixer(config.curriculum, T=config.T, V=config.V, seed=config.seed)
         self.buckets = list(sources)
         self.identity = stream_identity(config, sources, tokenizer)
         self.num_rows = dict.fromkeys(self.lanes, 0)  # that each lane has produced

@@ -29,7 +29,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from nanochat.any_step import check_step, make_available, unsaved_step
+from nanochat.any_step import make_available, unsaved_step
 from nanochat.checkpoint import list_checkpoints
 from nanochat.cli import EXIT_HALTED, Parser, lasting_output, quiet_gc, run_main, setup_logging
 from nanochat.common import Stop, counted, duration, join_reasons, print0
@@ -38,27 +38,25 @@ from nanochat.dataloader import DataLoader, Dry
 from nanochat.dist import (
     RANKS_EVERY,
     gather_all,
-    get_compute_dtype,
     on_all_ranks,
     on_rank0,
     peak_memory,
     reserved_memory,
 )
 from nanochat.evaluations import log_core, log_ranks, log_samples, log_validation
-from nanochat.fork import branch_off, stand_in
 from nanochat.model_code import code_of
 from nanochat.reduce import LeafAccumulator
-from nanochat.run_dir import Fork, but_resume, find_run_at, is_run_dir, validations
+from nanochat.run_dir import Fork, but_resume, find_run_at, validations
 from nanochat.run_guard import Guard
 from nanochat.run_journal import Journal, open_journal
 from nanochat.run_order import stream_config
 from nanochat.run_saves import Saves
-from nanochat.run_settings import device_memory, is_compiled, is_tight, resolve
+from nanochat.run_settings import is_compiled, is_tight
 from nanochat.run_state import renew_state
 from nanochat.run_stop import Diverged
 from nanochat.run_summary import explain_out_of_memory, print_split, print_summary
 from nanochat.schedule import Schedule
-from nanochat.spikes import ENOUGH, MOST_IN_A_ROW, describe, remember
+from nanochat.spikes import MOST_IN_A_ROW, describe, remember
 from nanochat.start_run import (
     Over,
     Run,
@@ -117,21 +115,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             return loop(run, training, guard, journal, saves)
 
 
-def check_fork(settings: Settings, device: torch.device) -> None:
-    """ValueError if the settings of a new fork cannot be, before the step that it begins with is
-    replayed, which may take long. Does nothing if that step was saved."""
-    step = unsaved_step(settings.fork_from)
-    if settings.fork_from is None or step is None:
-        return
-    check_step(find_run_at(settings.fork_from)[0], step)
-    parent = stand_in(settings.fork_from, step)
-    if parent is None:
-        return
-    dtype = get_compute_dtype(device, settings.dtype)
-    room = device_memory(device, settings.world_size)
-    resolve(branch_off(settings, parent), dtype, room)
-
-
 def look(given: Settings, named: Sequence[str], guard: Guard) -> tuple[Start, Tokenizer]:
     """Collective. How the command's run starts or resumes, and its tokenizer. `named`: the settings
     that the command names. Writes nothing into the run but what its mirror has; text may be
@@ -146,8 +129,6 @@ def look(given: Settings, named: Sequence[str], guard: Guard) -> tuple[Start, To
         source = (given.fork_from or given.init_from or "") if begins else ""
 
     def replay_if_unsaved() -> None:
-        if source == given.fork_from and not is_run_dir(guard.run_dir):
-            check_fork(settings, guard.device)
         if unsaved_step(source) is not None:
             is_moved = has_moved(find_run_at(source)[0])
             make_available(source, data_path=given.data_path if is_moved else None)
@@ -301,11 +282,6 @@ def loop(run: Run, training: Training, guard: Guard, journal: Journal, saves: Sa
     is_final_saved = False
     try:
         print0("start: steps show the smoothed loss, rates (x1: peak), norm of the gradient, time")
-        if settings.skip_spikes is not None and len(progress.window) < ENOUGH:
-            judged = progress.step + ENOUGH - len(progress.window)
-            print0(
-                f"start: --skip-spikes judges from step {judged:,} on, after {ENOUGH} applied steps"
-            )
         print0("start: packing the first step")
         training.check_next_step(run)
         guard.stop_if_asked()  # during the set-up
@@ -345,7 +321,7 @@ def loop(run: Run, training: Training, guard: Guard, journal: Journal, saves: Sa
         journal.end("failed", progress.step, str(e))
         if guard.rank != 0:
             raise SystemExit(1) from e  # rank 0 prints the error
-        raise ValueError(f"{e}. {after_failure(run, progress)}") from e
+        raise ValueError(f"{e}. {after_failure(run)}") from e
     except Exception as e:
         with suppress(Exception):  # the log may be what failed
             journal.event("failed", progress.step, reason=f"{type(e).__name__}: {e}")
@@ -641,23 +617,15 @@ def report_stop(run: Run, progress: Progress, stop: Stop) -> int:
     return EXIT_HALTED if stop.status == "halted" else 0
 
 
-def after_failure(run: Run, progress: Progress) -> str:
+def after_failure(run: Run) -> str:
     """What is left after a step that was not applied, and what to do."""
     checkpoints = list_checkpoints(run.run_dir)
     kept = f"{checkpoints[0]} is kept" if checkpoints else "no checkpoint exists yet"
-    fork = (
-        f"Fork the run from an earlier step (--fork-from={run.run_dir.name}@STEP --model-tag=NAME) "
-        f"with lower learning rates"
+    return (
+        f"The step was not applied, and {kept}. Fork the run from an earlier step "
+        f"(--fork-from={run.run_dir.name}@STEP --model-tag=NAME), with lower learning rates, with another "
+        f"--skip-spikes, or, if the rows of one step are to blame, without them (--skip-steps)"
     )
-    if progress.skipped_in_a_row == MOST_IN_A_ROW:
-        # each of the steps has other rows, so no row is to blame
-        ways = (
-            f"{fork}, if an update before these steps damaged the weights (base_eval {run.run_dir.name}@STEP shows "
-            f"it), or with a larger --skip-spikes, if the data is harder from there on"
-        )
-    else:
-        ways = f"{fork}, or without the rows of this step (--skip-steps)"
-    return f"The step was not applied, and {kept}. {ways}"
 
 
 def validation_text(run: Run, progress: Progress) -> str:

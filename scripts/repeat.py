@@ -67,8 +67,8 @@ from nanochat.common import (
 from nanochat.config import Settings, changes_of, flag, from_flags
 from nanochat.files import default_data_path
 from nanochat.model_code import changed_code, code_now
-from nanochat.pins import Manifests, compare_files, trains_on_same
-from nanochat.run_dir import run_path
+from nanochat.pins import DATA_MANIFEST, Manifests, compare_files, trains_on_same
+from nanochat.run_dir import CONFIG_NAME, run_path
 from nanochat.run_facts import validation_note, validation_text
 from nanochat.run_order import order_of
 from nanochat.run_reader import RunReader
@@ -236,28 +236,10 @@ def check_data(
         file += f"; the flags name other data: {', '.join(map(flag, named))}"
     kind = "training" if split == "train" else "validation"
     who = f"{run} has read" if run else "the next run would read"
-
-    again = "train the base again" if against else "train all seeds on the present data"
-    both = " for both" if against else ""
-    remedy = f"read the same documents{both}, or {again} under another --name"
-    if run:  # only another name has no run that has read other files
-        remedy = "train all seeds under another --name"
     raise ValueError(
-        f"{who} other {kind} data than {first.name} ({file}), so their results cannot be compared; {first.name} read "
-        f"{place_of(first.manifests[split])}: {remedy}"
+        f"{who} other {kind} data than {first.name} ({file}), so their results cannot be compared; read what "
+        f"{first.run_dir / DATA_MANIFEST} lists, or train all seeds, and with --against the base, under another --name"
     )
-
-
-def place_of(manifests: Mapping[str, Any]) -> str:
-    """Where the files of a split are: the path of a single file, or the number of files in each root."""
-    files: dict[str, list[str]] = {}  # {root: names}
-    for manifest in manifests.values():
-        files.setdefault(manifest["root"], []).extend(pin["name"] for pin in manifest["files"])
-    places = [
-        f"{root}/{names[0]}" if len(names) == 1 else f"{len(names):,} files in {root}"
-        for root, names in files.items()
-    ]
-    return few(places)
 
 
 def check_code(run: RunReader, code: Mapping[str, str], who: str) -> None:
@@ -277,12 +259,9 @@ def check_settings(run: RunReader, settings: Settings, names: Sequence[str], ret
     for config in (run.config, run.last_config):
         for name in names:
             if name in config and config[name] != ours[name]:
-                values = "is another one"
-                if name != "curriculum":
-                    values = f"was {config[name]!r} and is {ours[name]!r}"
                 raise ValueError(
-                    f"{flag(name)}: {run.name} has been trained, and its {name} {values}, so their results cannot be "
-                    f"compared; give the same, or train {retrain} under another --name"
+                    f"{flag(name)}: {run.name} was trained with another value, so their results cannot be compared; "
+                    f"give the one in {run.run_dir / CONFIG_NAME}, or train {retrain} under another --name"
                 )
 
 

@@ -34,18 +34,7 @@ from nanochat.common import as_path, begin_launch, counted, local_copy, open_doo
 from nanochat.config import Settings, add_flags, from_flags
 from nanochat.dist import autodetect_device_type
 from nanochat.plan import Plan, make_run_plan
-from nanochat.plan_report import (
-    OR_WARN,
-    close_calls,
-    fewer_lanes,
-    likely_problem,
-    plan_lines,
-    problem,
-    readings_text,
-    refusal,
-    repeats,
-    warnings,
-)
+from nanochat.plan_report import notes_of, plan_lines, problem, readings_text, refusal
 from nanochat.run_dir import find_run_at, is_run_dir, run_path
 from nanochat.run_guard import MIRROR
 from nanochat.run_order import order_of
@@ -55,7 +44,6 @@ from nanochat.run_stop import deadline
 from nanochat.run_summary import disk_room, print_split, settings_notes
 from nanochat.start_run import Run, Start, complete_settings, find_data, inspect_run
 from nanochat.text import TEXT_FIELD
-from nanochat.tokenizer import JSON_FILE, Tokenizer, default_tokenizer
 
 LEGEND = """\
 trained: tokens in rows, with the repeated ones; usable: until the first lane runs dry, "-" if that is not in sight (a
@@ -113,10 +101,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         default = " (to train it, name it with --model-tag)"
     settings = from_flags(args)
     check_flags(args, settings)
-    brings_run = check_launch(settings)
+    check_launch(settings)
     ok("flags")
     device = torch.device(settings.device_type or autodetect_device_type())
-    settings, tokenizer = complete(settings, args.world_size, device, brings_run)
+    settings, tokenizer = complete_settings(settings, args.world_size, device.type)
+    ok(f"tokenizer {tokenizer.fingerprint}, {tokenizer.get_vocab_size():,} tokens")
     start, refused = inspect(settings, device, args.named)
     report_configuration(start, args, device)
     if not refused:
@@ -130,8 +119,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.decontaminate:
         decontaminate(run, args.decontaminate, args.ngram, args.list)
     is_good = True
-    if not order_of(run.settings).has_plan:
-        report_readings(run)
+    order = order_of(run.settings)
+    if not order.has_plan:
+        readings = order.reads(run.settings, run.data.train, run.cursors, run.steps_to_read)
+        ok(readings_text(readings))
     elif run.settings.plan == "off":
         ok("no plan (--plan=off)")
     else:
@@ -157,51 +148,19 @@ def check_flags(args: argparse.Namespace, settings: Settings) -> None:
             f"--fork-from={args.fork_from}: this step was not saved, so where its data stands is not known; "
             f"make its checkpoint with python -m scripts.replay {args.fork_from}, or name a saved step"
         )
-    idle = [name for name in ("ngram", "list") if name in args.named]
-    if idle and not args.decontaminate:
-        raise ValueError(
-            f"--{idle[0]}: has no effect without --decontaminate; name a benchmark there"
-        )
     has_plan = order_of(settings).has_plan and settings.plan != "off"
     if args.plot and not has_plan:
         why = "--plan=off" if settings.plan == "off" else f"--order={settings.order}"
         raise ValueError(f"--plot: there is no plan with {why}; leave it out")
 
 
-def check_launch(settings: Settings) -> bool:
-    """Check what a launch needs besides its run: time, and the place of its mirror. Returns whether
-    it would fetch the run from there. ValueError or OSError if it would be refused."""
+def check_launch(settings: Settings) -> None:
+    """Check what a launch needs besides its run: time, and the place of its mirror. ValueError or
+    OSError if it would be refused."""
     reserve_s = settings.walltime_reserve_seconds
     deadline(settings.max_runtime_seconds, {}, time.monotonic(), reserve_s=reserve_s)
-    if settings.mirror_to is None:
-        return False
-    note, brings_run = open_door(MIRROR).preview(settings, run_path(settings.tag))
-    print(f"note: {note}")
-    return brings_run
-
-
-def complete(
-    settings: Settings, world_size: int, device: torch.device, brings_run: bool
-) -> tuple[Settings, Tokenizer]:
-    """The settings with what follows from the tokenizer, and the tokenizer. FileNotFoundError if
-    there is none; `brings_run`: whether a launch would fetch it with its run."""
-    try:
-        settings, tokenizer = complete_settings(settings, world_size, device.type)
-    except FileNotFoundError:
-        if not brings_run or has_tokenizer(settings):
-            raise
-        raise FileNotFoundError(
-            "tokenizer: none is here, and a launch would fetch the run's own from its mirror; start it "
-            "without the rest of this check, and train no other tokenizer"
-        ) from None
-    ok(f"tokenizer {tokenizer.fingerprint}, {tokenizer.get_vocab_size():,} tokens")
-    return settings, tokenizer
-
-
-def has_tokenizer(settings: Settings) -> bool:
-    """Whether the settings name a tokenizer, or one is beside the data."""
-    data_path = settings.data_path and os.path.expanduser(as_path(settings.data_path))
-    return settings.tokenizer is not None or (default_tokenizer(data_path) / JSON_FILE).is_file()
+    if settings.mirror_to is not None:
+        print(f"note: {open_door(MIRROR).preview(settings, run_path(settings.tag))}")
 
 
 def report_configuration(start: Start, args: argparse.Namespace, device: torch.device) -> None:
@@ -219,16 +178,6 @@ def report_configuration(start: Start, args: argparse.Namespace, device: torch.d
     if device.type == "cuda":
         parts = estimate_memory(settings, device_memory(device, args.world_size))
         ok(f"{describe_memory(parts)}, with --device-batch-size={settings.device_batch_size}")
-
-
-def report_readings(run: Run) -> None:
-    """Print what a run reads in an order without a plan."""
-    order = order_of(run.settings)
-    readings = order.reads(run.settings, run.data.train, run.cursors, run.steps_to_read)
-    sentence, notes = readings_text(readings)
-    ok(sentence)
-    for note in notes:
-        print(f"warning: {note}")
 
 
 def inspect(settings: Settings, device: torch.device, named: Sequence[str]) -> tuple[Start, bool]:
@@ -267,23 +216,14 @@ def beginning(start: Start) -> str:
 def report_plan(plan: Plan, run: Run) -> bool:
     """Print a plan, its warnings, and why the run should not start. Returns whether it should."""
     print(*plan_lines(plan), LEGEND, sep="\n")
-    lanes = fewer_lanes(plan, run, run.data)
-    for line in [
-        *warnings(plan, lanes),
-        *repeats(plan, run, run.data),
-        *close_calls(plan, run, run.data),
-    ]:
+    for line in notes_of(plan, run, run.data):
         print(f"warning: {line}")
-    resumes = bool(run.config)
-    why = problem(plan, lanes, resumes=resumes) or refusal(plan, run)
-    if run.settings.plan != "error":
-        why = why.removesuffix(OR_WARN)
-    likely = likely_problem(plan, lanes, resumes=resumes)
+    why = refusal(plan, run)
+    if not why and plan.halt:
+        why = f"training can start, but {problem(plan)}"
     if why:
         print(f"error: {why}")
-    elif likely:
-        print(f"error: training can start, but {likely}")
-    return not why and not likely
+    return not why
 
 
 def ok(text: str) -> None:

@@ -511,7 +511,7 @@ def test_a_fork_from_another_folder_reads_where_its_parent_does(workplace, monke
     val = training.write_shard(workplace / "val/other.parquet", training.texts(9, seed=9))
     train = workplace / "data/shard_0.parquet"
     error = fork(step=1, parent="relative", run=training.refuse, val_path=train)
-    assert f"{train}: it is validation data here, but relative trains on" in error
+    assert f"{train}: missing or validation data, but relative trains on" in error
     fork(step=1, parent="relative", num_iterations=3, val_path=val)
     record = read_config(training.run_dir("child"))
     assert record["data_path"] == str(workplace / "data")
@@ -599,8 +599,8 @@ def test_other_data_begins_anew_and_validation_may_change_with_it(workplace):
         training.write_shard(path, training.texts(96, seed=20 + number))
     validation = workplace / "other" / "part_2.parquet"
     outcome = fork(data_path=workplace / "other", val_path=validation)
-    [note] = [line for line in outcome.out.splitlines() if line.startswith("note: data: ")]
-    assert "does not go on with" in note and "beginning" in note
+    left, new = [line for line in outcome.out.splitlines() if line.startswith("note: data: ")]
+    assert "does not go on with" in left and "beginning" in new
     ours = RunReader(training.run_dir("child"))
     first = f"validation bits per byte {ours.val_bpb[AT]:.6f} -> "
     assert first in outcome.out, "of the same text as its last ones"
@@ -631,7 +631,7 @@ def test_a_fork_that_reads_other_data_and_keeps_its_validation_is_resumed_and_re
         ({"seed": 7}, ("--seed", "--init-from=parent@4")),
         ({"lanes": 8}, ("--lanes", "--init-from=parent@4")),
         ({"step": 99}, ("parent@99", "trained 8 steps")),
-        ({"step": STEPS}, ("ends at step 8", "--num-iterations")),
+        ({"step": STEPS}, ("after step 8", "--num-iterations")),
         ({"parent": "nobody"}, ("nobody",)),
         ({"data_path": "mistyped"}, ("mistyped: no such data folder",)),
         ({"init_from": "parent"}, ("--fork-from, --init-from",)),
@@ -706,9 +706,3 @@ def test_a_parent_that_changed_before_the_fork_had_a_checkpoint_is_refused():
         training.run_dir("other") / "checkpoints" / f"checkpoint-{AT}", theirs / f"checkpoint-{AT}"
     )
     assert "different checkpoint" in fork(run=training.refuse)
-
-
-def test_a_fork_that_begins_to_skip_spikes_says_from_which_step_on_it_judges():
-    """Regression: the first 16 steps of such a fork were not judged, without a word."""
-    out = fork(tag="careful", skip_spikes=8.0).out
-    assert f"start: --skip-spikes judges from step {AT + 16} on, after 16 applied steps\n" in out

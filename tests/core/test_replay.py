@@ -128,7 +128,6 @@ def test_a_replay_finds_data_with_a_relative_path(monkeypatch, workplace, is_mov
 @pytest.mark.parametrize(
     ("changed", "words"),
     [
-        ({"fork_from": "run@5", "num_iterations": 5}, "ends at step 5"),
         ({"fork_from": "run@5", "seed": 7}, "--seed"),
         ({"fork_from": "run@1", "lanes": 8}, "--lanes"),
     ],

@@ -170,7 +170,7 @@ DATA = [  # (command line, files, words)
     (
         "base_train --config=mix.yml",
         {"mix.yaml": "depth: 1"},
-        ("--config=mix.yml", "did you mean mix.yaml?"),
+        ("--config=mix.yml", "No such file"),
     ),
     ("base_train --curriculum=gone.yaml", {}, ("gone.yaml: no such curriculum file",)),
     (
@@ -187,7 +187,7 @@ DATA = [  # (command line, files, words)
         "base_train --curriculum=mix.yaml --num-iterations=10",
         {"mix.yaml": MIX % "data"},
         (
-            "end at 4,096, but the run trains on 5,120",
+            "ends at 4,096, but the run trains on 5,120",
             "allow_budget_mismatch: true",
         ),
     ),
@@ -281,7 +281,7 @@ FLAGS = [
         ("--window-pattern=SXL", ("window_pattern", "letters S")),
         ("--depth=0", ("--depth: got 0", "expected at least 1")),
         ("--resume=nowhere/checkpoint-3", ("no run 'nowhere/checkpoint-3'", "neither a tag")),
-        ("d12", ("d12: not a flag; use --model-tag=d12 to name a run",)),
+        ("d12", ("d12: not a flag; name data with --data-path",)),
         ("--init-from=nobody", ("nobody", "run")),
         ("--init-from=run@99", ("run@99", "trained 8 steps")),
         (

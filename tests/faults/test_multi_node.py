@@ -102,17 +102,6 @@ def test_a_fork_needs_its_parents_settings_on_every_machine_and_its_checkpoints_
     assert len(digests("child", 4)) == 4
 
 
-def test_a_machine_without_the_parent_of_a_fork_says_what_it_needs(workplace, monkeypatch):
-    words = as_flags({"fork_from": "parent@4", "model_tag": "child"})
-    for rank, hint in (("0", False), ("1", True)):
-        monkeypatch.setenv("RANK", rank)
-        monkeypatch.setenv("LOCAL_RANK", "0")
-        monkeypatch.setenv("WORLD_SIZE", "2")
-        with pytest.raises(FileNotFoundError, match="no run 'parent'") as e:
-            base_train.parse_args(words)
-        assert ("each machine needs the parent's folder" in str(e.value)) == hint
-
-
 # ---- torchrun ------------------------------------------------------------------------------------
 
 

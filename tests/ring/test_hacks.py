@@ -164,10 +164,6 @@ def test_a_new_kind_of_data_file(fork):
     # regression: it was taken, and nothing was held out
     refused = fork.run(**own, val_fraction=0.05, tag="none", ok=False)
     assert "--val-fraction=0.05: applies to text only, but --data-format is csv" in refused
-    # a run that older code began with such a setting resumes
-    path = training.run_dir("hack") / "config.json"
-    path.write_text(path.read_text().replace('"min_chars": 0', '"min_chars": 3'))
-    fork.run(**own, min_chars=3)
 
 
 def test_a_pin_that_lacks_something_is_explained(fork):

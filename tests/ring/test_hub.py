@@ -760,7 +760,7 @@ def test_a_file_of_another_commit_is_not_called_changed(hub, made, more, turns):
     newest = hub.commit("own/set", turned)
     error = refuse(**RUN, data_path=f"{SET}@{newest}", **more)
     assert error.startswith(f"{SET}@{newest}/data/shard_") and "restore" not in error
-    assert "read another file of" in error or "it is validation data here" in error
+    assert "read another file of" in error or "missing or validation data" in error
     assert f"in {SET}@{made.commit}; name " in error
 
 

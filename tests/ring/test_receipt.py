@@ -162,12 +162,6 @@ def test_a_receipt_is_plain_json_with_the_tokenizer_and_a_line_per_file(work):
     assert all(len(line.split(" ")) == 4 for line in value["files"]["data"]["files"])
 
 
-def test_a_receipt_of_older_code_lists_settings_that_are_now_of_another_order(work):
-    old = {"split": None, "blend_weights": None, "eod_mask_loss": False, "num_samples": -1}
-    edit(work / "r.json", settings={**read_json(work / "r.json")["settings"], **old})
-    assert "OK steps 5" in verified(work, "--steps=5")
-
-
 def test_a_corrupt_tokenizer_in_a_receipt_is_one_sentence(work):
     edit(work / "r.json", tokenizer={"tokenizer.json": "not JSON"})
     assert f"{work / 'r.json'}: its tokenizer cannot be read" in refused(work)

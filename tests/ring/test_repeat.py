@@ -155,8 +155,7 @@ def test_a_seed_that_would_read_a_new_training_file_is_refused_before_it_begins(
         "the next run would read other training data than p-seed1 (only one of them has shard_1b"
         in error
     )
-    assert f"p-seed1 read 3 files in {workplace / 'data'}: read the same documents" in error
-    assert "under another --name" in error
+    assert "p-seed1/data_manifest.json" in error and "under another --name" in error
 
 
 def test_a_variant_that_would_read_a_new_training_file_is_refused_before_it_begins(
@@ -167,7 +166,7 @@ def test_a_variant_that_would_read_a_new_training_file_is_refused_before_it_begi
     add_file(workplace, "shard_1b.parquet")
     error = refused("--name=v", "--against=base", val_path=fixed_val, matrix_lr=0.1)
     assert "other training data than base-seed1 (only one of them has shard_1b.parquet)" in error
-    assert "train the base again under another --name" in error
+    assert "and with --against the base, under another --name" in error
 
 
 def test_finished_seeds_are_not_extended_nor_evaluated_on_another_amount(warm_processes, capfd):
@@ -215,8 +214,8 @@ def test_a_variant_may_name_other_training_data_but_no_other_validation_text(
     more = shutil.copytree(workplace / "data", workplace / "more")
     training.write_shard(more / "shard_9.parquet", training.texts(96, seed=7))
     error = refused("--name=v", "--against=base", data_path=more)
+    assert "other validation data than base-seed1" in error
     val = workplace / "data" / "shard_3.parquet"
-    assert f"base-seed1 read {val}: read the same documents for both, or" in error
     _, out = command(capfd, "--name=v", "--against=base", data_path=more, val_path=val)
     note = "note: the training data is not that of base (--data-path, --val-path)"
     assert 0 < out.index(note) < out.index("mean difference")
@@ -251,18 +250,6 @@ def test_what_follows_from_another_model_is_named(capsys):
     assert "worked out" not in capsys.readouterr().out, "regression: 1.449 -> 1.449"
 
 
-def test_a_refusal_says_where_the_files_are_that_were_read():
-    """Regression: a flag was guessed that would read them, and named other files."""
-    commit = "hf://datasets/own/set@c0ffee"
-    web = {"root": commit, "files": [{"name": "web/0"}]}
-    assert repeat.place_of({"web": web}) == f"{commit}/web/0"
-    code = {"root": commit, "files": [{"name": "code/0"}, {"name": "code/1"}]}
-    math = {"root": "/math", "files": [{"name": "0"}]}
-    assert repeat.place_of({"web": web, "code": code, "math": math}) == (
-        f"3 files in {commit}, /math/0"
-    )
-
-
 def test_a_variant_that_validates_with_other_documents_of_the_same_files_is_refused(
     warm_processes, capfd
 ):
@@ -270,7 +257,7 @@ def test_a_variant_that_validates_with_other_documents_of_the_same_files_is_refu
     error = refused("--name=v", "--against=base", min_chars=50)
     assert "other validation data than base-seed1 (shard_3.parquet differs; " in error
     assert "the flags name other data: --min-chars)" in error
-    assert "read the same documents for both, or train the base again under another" in error
+    assert "and with --against the base, under another --name" in error
 
 
 def test_seeds_that_read_other_data_are_not_pooled(warm_processes, capfd):

@@ -445,8 +445,7 @@ def _joined(
                 f"{manifest['root']}/{entry['name']}: {run} read another file of this name{place}; name that one "
                 f"with --data-path, or give this one another name"
             )
-        if "written" in entry:
-            own["written"] = entry["written"]
+
         files.append(own)
     joined: Manifest = {**manifest, "files": files}
     if "joined" in theirs:

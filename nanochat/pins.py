@@ -46,7 +46,6 @@ from nanochat.text import Selected, Selection, text_tokens
 
 DATA_MANIFEST = "data_manifest.json"  # in the run directory
 KINDS = {"train": "training", "val": "validation"}  # of files, by their split
-UNKNOWN = ""  # the hash of a file that older code did not pin
 
 
 # ---- the records ---------------------------------------------------------------------------------
@@ -57,18 +56,15 @@ class Pin(TypedDict):
 
     name: str  # relative to the root
     size: int
-    footer: str  # a hash, or UNKNOWN
+    footer: str  # a hash
     groups: list[int]  # number of documents in each
     tokens: NotRequired[int]  # an estimate, if `size` gives none
     etag: NotRequired[str]  # of an object
     sha256: NotRequired[str]  # of its bytes, if the server that has it says so
     blocks: NotRequired[str]  # a hash of a few blocks of a .bin
     parquet: NotRequired[str]  # the prepared file; "" if it is not prepared yet
-    written: NotRequired[list[int | str]]  # [size, footer] that older code pinned
-    nulls: NotRequired[
-        int | None
-    ]  # while it is scanned: their number; None: the footer does not say
-    own_size: NotRequired[int]  # in older code's pin of a prepared file
+    # while it is scanned: their number; None: the footer does not say
+    nulls: NotRequired[int | None]
 
 
 class JoinedFiles(TypedDict):
@@ -95,7 +91,7 @@ PINNED = {"root": str, "files": [PIN]}
 
 def not_pinned_yet(name: str) -> Pin:
     """The pin of a file that is to be prepared."""
-    return {"name": name, "parquet": "", "size": 0, "footer": UNKNOWN, "groups": []}
+    return {"name": name, "parquet": "", "size": 0, "footer": "", "groups": []}
 
 
 def is_prepared(entry: Pin) -> bool:
@@ -127,9 +123,8 @@ def pins_of(entry: Pin) -> list[object]:
 
 
 def contents_of(entry: Pin) -> tuple[int, str]:
-    """What identifies the content of a file under any name: its size and hash. A file that has no
-    hash is known by its name."""
-    return entry["size"], entry["footer"] if entry["footer"] != UNKNOWN else entry["name"]
+    """What identifies the content of a file under any name: its size and hash."""
+    return entry["size"], entry["footer"]
 
 
 def keep_groups(pin: Pin, old: Pin) -> Pin:
@@ -147,10 +142,7 @@ def keep_groups(pin: Pin, old: Pin) -> Pin:
 def fingerprint(manifest: Manifest) -> str:
     """A hash of the contents of a manifest's files, independent of their location, and of the
     options that select their documents."""
-    pins: list[object] = []
-    for entry in manifest["files"]:
-        size, footer = entry.get("written", (entry["size"], entry["footer"]))
-        pins.append([size, footer, entry["groups"], entry.get("tokens")])
+    pins: list[object] = [pins_of(entry) for entry in manifest["files"]]
     pins += manifest.get("joined", [])
     pins += Selection.of(manifest).hashed()
     return hash_json(pins)
@@ -252,21 +244,7 @@ def read_manifests(path: Path) -> Manifests:
                 if not can_be_path(named):
                     raise ValueError(f"{where}: {named!a:.80} cannot be a path; {remedy}")
             _check_without(manifest, where, remedy)
-            manifest["files"] = [_as_pinned_now(entry) for entry in manifest["files"]]
     return manifests
-
-
-def _as_pinned_now(entry: Pin) -> Pin:
-    """The pin of a prepared file, as older code wrote it: by the bytes of the parquet file that it
-    wrote. "written" keeps them, because they are part of the fingerprint in the run's saves."""
-    if "own_size" not in entry:
-        return entry
-    pin = entry.copy()
-    pin["size"] = pin.pop("own_size")
-    pin["footer"] = UNKNOWN
-    pin["parquet"] = ""
-    pin["written"] = [entry["size"], entry["footer"]]
-    return pin
 
 
 def _check_without(manifest: Manifest, where: str, remedy: str) -> None:

@@ -39,7 +39,6 @@ from nanochat.files import BUCKET, DataPath, data_at, list_files
 from nanochat.order import Joined
 from nanochat.pins import (
     PIN,
-    UNKNOWN,
     JoinedFiles,
     Manifest,
     Manifests,
@@ -487,8 +486,7 @@ def check_own_file(path: AnyPath, entry: Pin) -> None:
     """ValueError if the user's own file, from which a file was prepared, has changed; OSError if it
     is gone. Reads it, but prepares nothing."""
     _check_same(path, "size", entry["size"], path.stat().st_size)
-    if entry["footer"] != UNKNOWN:
-        _check_same(path, "hash", entry["footer"], hash_file(local_copy(path)))
+    _check_same(path, "hash", entry["footer"], hash_file(local_copy(path)))
 
 
 def _find_again(manifest: Manifest, folder: AnyPath | None) -> Manifest:
@@ -557,16 +555,13 @@ def _compare(old_manifest: Manifest, manifest: Manifest) -> list[Pin]:
         compared = ["size", "footer", "groups", "tokens"]
         if is_same_place:
             compared.append("etag")
-        if "blocks" in old and "blocks" in new:  # older runs and object storage have none
+        if "blocks" in old and "blocks" in new:  # object storage has none
             compared.append("blocks")
         for key in compared:
-            if old.get(key) != UNKNOWN:
-                what = "hash" if key == "footer" else key
-                _check_same(path, what, old.get(key), new.get(key), old_manifest["root"])
+            what = "hash" if key == "footer" else key
+            _check_same(path, what, old.get(key), new.get(key), old_manifest["root"])
         if "parquet" in old:
             new["parquet"] = old["parquet"]
-        if "written" in old:
-            new["written"] = old["written"]
         return new
 
     make_local_copies(

@@ -1,4 +1,4 @@
-"""Prepared folders: other kinds of rows, interruptions, damage, older runs, and the command."""
+"""Prepared folders: other kinds of rows, interruptions, damage, and the command."""
 
 import contextlib
 import errno
@@ -16,7 +16,7 @@ import pytest
 from nanochat import prepare
 from nanochat.common import Stop, check_stop, stops_if
 from nanochat.files import data_at
-from nanochat.pins import fingerprint, read_manifests
+from nanochat.pins import fingerprint
 from nanochat.sources import check, check_files, open_source, scan, warn_of_arrivals
 from nanochat.splits import pin_files
 from nanochat.text import ALL, Selection
@@ -353,51 +353,6 @@ def test_a_file_that_arrived_after_the_run_began_is_named(data, caplog):
     warn_of_arrivals(manifests, data_at(data), "text", began - 0.01)
     [message] = caplog.messages
     assert "1 file that arrived after this run began: new/d.jsonl" in message
-
-
-@pytest.fixture
-def older(tmp_path):
-    """A function that gives a manifest as older code pinned it: by the bytes of the parquet file
-    that it wrote. Returns (its fingerprint then, the manifest as it is read now)."""
-
-    def older(manifest):
-        entries = []
-        for entry in manifest["files"]:
-            rest = {name: value for name, value in entry.items() if name != "parquet"}
-            entries.append({**rest, "size": 7, "footer": "00", "own_size": entry["size"]})
-        old = {**manifest, "files": entries}
-        path = tmp_path / "data_manifest.json"
-        path.write_text(json.dumps({"train": {"data": old}, "val": {}}))
-        return fingerprint(old), read_manifests(path)["train"]["data"]
-
-    return older
-
-
-def test_a_run_that_older_code_began_keeps_its_fingerprint(data, older):
-    before, old = older(scan(data, selection=Selection(min_chars=5)))
-    found = check(check(old))
-    assert fingerprint(found) == fingerprint(old) == before
-    [first, *_] = open_source(found, ByteTokenizer()).texts(0)
-    assert first in DOCUMENTS
-
-
-def test_a_run_that_older_code_began_pins_the_hashes_when_it_resumes(data, older):
-    _, old = older(scan(data))
-    found = check(old)
-    hashes = [entry["footer"] for entry in found["files"]]
-    assert hashes == [entry["footer"] for entry in scan(data)["files"]]
-
-
-def test_changed_documents_of_a_run_that_older_code_began_are_an_error(data, older):
-    """The file keeps its size, of which alone older code had a record."""
-    _, old = older(scan(data))
-    lines = (data / "b.jsonl").read_text().splitlines()
-    number = next(i for i, line in enumerate(lines) if len(line) > 30)
-    shorter = json.dumps({"text": json.loads(lines[number])["text"][:-9]})
-    lines[number] = shorter.ljust(len(lines[number]))
-    (data / "b.jsonl").write_text("\n".join(lines) + "\n")
-    with pytest.raises(ValueError, match=r"b\.jsonl: it has changed since this run began \(tokens"):
-        check(old)
 
 
 # ---- the command ---------------------------------------------------------------------------------

@@ -45,17 +45,6 @@ def test_manifests_survive_the_disk(base_dir, tmp_path):
     assert read_manifests(path) == manifests == check_files(read_manifests(path))
 
 
-def test_a_pin_of_older_code_keeps_its_fingerprint(tmp_path):
-    old = {"name": "b.jsonl", "size": 700, "footer": "f00d", "groups": [9]}
-    path = tmp_path / "data_manifest.json"
-    bucket = {"root": "/disk", "files": [{**old, "own_size": 1234}]}
-    path.write_text(json.dumps({"train": {"web": bucket}, "val": {}}))
-    manifest = read_manifests(path)["train"]["web"]
-    now = {**old, "size": 1234, "footer": "", "parquet": "", "written": [700, "f00d"]}
-    assert manifest["files"] == [now]
-    assert fingerprint(manifest) == fingerprint({"root": "/disk", "files": [old]})
-
-
 def test_leaving_out_documents_changes_neither_the_given_manifests_nor_the_fingerprint(tmp_path):
     pin = {"name": "a.parquet", "size": 1, "footer": "f", "groups": [4, 4]}
     whole = {"web": {"root": "/disk", "files": [pin]}}

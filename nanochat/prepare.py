@@ -503,8 +503,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     base = prepared_dir()
     folders = sorted(path for path in base.glob("*") if (path / RECORDS).is_file())
-    older = base.with_name("converted")  # of older versions
-    folders += [older] * older.is_dir()
     known = {folder.name: folder for folder in folders}
     for name in args.names:
         if name not in known:
@@ -525,8 +523,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         records = _read_records(folder).values()
         sources = sorted({record.source for record in records})
         made_from = describe_sources(sources)
-        if folder == older:
-            made_from = "an older version, no longer used"
         rows.append(
             [
                 folder.name,
@@ -538,8 +534,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
     if rows:
         print(*table(["folder", "MB", "files", "made from", "runs"], rows), sep="\n")
-    total = disk_bytes(base) + (disk_bytes(older) if older.is_dir() else 0)
-    print(f"{base}: {counted(len(folders), 'folder')}, {total / 1e6:,.1f} MB")
+    print(f"{base}: {counted(len(folders), 'folder')}, {disk_bytes(base) / 1e6:,.1f} MB")
     if args.remove:
         for folder in chosen:
             shutil.rmtree(folder)

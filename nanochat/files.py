@@ -46,7 +46,6 @@ from nanochat.common import (
     get_base_dir,
     local_copy,
     make_local_copies,
-    parse_json,
     read_json,
     reason_of,
     refuse_secrets,
@@ -601,28 +600,15 @@ def unfinished(folder: AnyPath, entries: Iterable[Entry]) -> str:
     entries = list(entries)
     begun = {entry.path.parent for entry in entries if entry.kind == "records"}
     finished = {entry.path.parent for entry in entries if entry.path.name == MANIFEST_NAME}
-    missing = [one for one in sorted(begun - finished) if not _is_empty(one)]
+    missing = sorted(begun - finished)
     if not missing:
         return ""
-    upload = " and upload the rest" if isinstance(folder, Remote) else ""
     return (
         f"{folder}: scripts.tok_shards has not finished it: {MANIFEST_NAME} is missing in {len(missing):,} of "
         f"{counted(len(begun), 'folder')} ({few(missing, folder)}); run the same command again (with --num-tasks, "
-        f"every task and then --finish){upload}, or delete {RECORDS} in these folders to use the files that are there"
+        f"every task and then --finish), upload the rest of a copy, or delete {RECORDS} in these folders to use the "
+        f"files that are there"
     )
-
-
-def _is_empty(folder: AnyPath) -> bool:
-    """Whether scripts.tok_shards has recorded only inputs that have no document for this folder.
-    Older code then wrote no manifest."""
-    records = folder / RECORDS
-    files = [*(records.walk() if isinstance(records, Remote) else records.glob("*.json"))]
-    shape = {"shard": {"entries": int}}
-    try:
-        made = [parse_json(local_copy(file).read_bytes(), file, shape) for file in files]
-    except (OSError, ValueError):
-        return False
-    return bool(made) and not any(record["shard"]["entries"] for record in made)
 
 
 def _check_pairs(files: Sequence[AnyPath]) -> None:

@@ -99,19 +99,6 @@ METADATA = frozenset(
     )
 )
 KNOWN_KINDS = mimetypes.MimeTypes()  # Python's own table: no file of this machine is read
-TABLES_AND_ARCHIVES = (
-    ".csv",
-    ".tsv",
-    ".xml",
-    ".json",
-    ".txt",
-    ".zip",
-    ".tar",
-    ".tgz",
-    ".gz",
-    ".bz2",
-    ".xz",
-)
 # folders of what Spark, Delta Lake and Python note beside data
 NOTES = frozenset(("_temporary", "_delta_log", "__pycache__"))
 NEVER_DATA = (".md", ".rst", ".yaml", ".yml", ".toml", ".log", ".lock")  # not in that table
@@ -557,9 +544,9 @@ def _refuse_dangling(folder: AnyPath, links: Sequence[AnyPath], suffixes: Sequen
 
 
 def _is_other_kind(name: str, suffixes: Sequence[str]) -> bool:
-    """Whether a name in lower case is that of a kind of file that is never data: a program, a
-    picture. Tables and archives may hold data, though none is read from them."""
-    if has_suffix(name, suffixes) or name.endswith(TABLES_AND_ARCHIVES):
+    """Whether a name in lower case is that of a kind of file that is not read: a program, a
+    picture."""
+    if has_suffix(name, suffixes):
         return False
     return name.endswith(NEVER_DATA) or KNOWN_KINDS.guess_type(name)[0] is not None
 

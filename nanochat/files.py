@@ -62,7 +62,8 @@ MAGICS = {"shards": b"GPTS", "megatron": b"MMIDIDX\x00\x00"}  # an .idx begins w
 GPT_SIMPLE = {"pretokenized": "shards", "jsonl": "text"}  # gpt-simple's names of formats
 GET_DATA = (
     "download data with python -m nanochat.dataset -n 8, make a sample from files on this machine with python "
-    "-m dev.make_sample_corpus, or name a folder of yours"
+    "-m dev.make_sample_corpus, or name a folder of yours, hf://datasets/OWNER/NAME, or token files without .bin "
+    "(with --data-format)"
 )
 LIST_BYTES = 64 << 20  # the largest text file that may list addresses
 BUCKET = "data"  # the name of the bucket if there is only one
@@ -402,36 +403,23 @@ def _check_format_name(data_format: str) -> None:
 
 
 def no_such_data(path: AnyPath) -> FileNotFoundError:
-    """The error for a data path that names nothing: what it may mean, and what is beside it."""
+    """The error for a data path that names nothing, with what is beside it."""
+    beside: list[str] = []
+    if isinstance(path, Remote):
+        beside = path.beside()
+    elif is_folder(path.parent):
+        others = sorted(path.parent.iterdir())
+        names = [other.name for other in others if is_folder(other) or _is_data(other.name)]
+        beside = [name for name in names if not name.startswith((".", "_"))]
     kind = "file" if _is_data(path.name) else "folder"
-    return FileNotFoundError(f"{path}: no such data {kind}{_hint_for(path)}")
+    listed = f"; beside it: {', '.join(beside[:8])}" if beside else ""
+    hint = did_you_mean(path.name, beside) or f"{listed}; {GET_DATA}"
+    return FileNotFoundError(f"{path}: no such data {kind}{hint}")
 
 
 def _is_data(name: str) -> bool:
     """Whether a name is that of a file of any --data-format."""
     return any(has_suffix(name, suffixes) for suffixes in FORMATS.values())
-
-
-def _hint_for(path: AnyPath) -> str:
-    """What a data path that names nothing may mean."""
-    beside: list[str] = []
-    has_parent = not isinstance(path, Remote) and is_folder(path.parent)
-    if isinstance(path, Remote):
-        beside = path.beside()
-    elif has_parent:
-        others = sorted(path.parent.iterdir())
-        beside = [other.name for other in others if is_folder(other) or _is_data(other.name)]
-        beside = [name for name in beside if not name.startswith((".", "_"))]
-    if hint := did_you_mean(path.name, beside):
-        return hint
-    if any(character in path.name for character in "*?["):
-        return "; patterns are not expanded: name the folder, or its files with commas between them"
-    if not has_parent and OWNER_NAME.fullmatch(str(path)):
-        return f"; a data set on the Hub is named hf://datasets/{path}"
-    listed = f"; beside it: {', '.join(beside[:8])}" if beside else ""
-    if isinstance(path, Remote):
-        return listed
-    return f"{listed}; {GET_DATA} (token files may be named without .bin if --data-format is set)"
 
 
 def find_files(path: AnyPath | str, data_format: str = "text") -> list[AnyPath]:

@@ -405,7 +405,7 @@ def test_a_path_that_no_file_can_have_is_no_such_folder(path, data_format):
             lambda p: None,
             "a",
             "megatron",
-            r"no such data folder; download data .* without \.bin if --data-format is set",
+            r"no such data folder; download data .* without \.bin",
         ),
         (
             lambda p: [(p / name).mkdir() for name in ("web", "code", ".git")],

@@ -57,7 +57,9 @@ def test_many_dangling_links_are_counted_and_some_named(tmp_path):
         find_files(folder)
 
 
-@pytest.mark.parametrize("name", ["README.md", ".cache", "_temporary", "lib.so", "a.c", "b.jpeg", "c.csv"])
+@pytest.mark.parametrize(
+    "name", ["README.md", ".cache", "_temporary", "lib.so", "a.c", "b.jpeg", "c.csv"]
+)
 def test_a_dangling_link_that_is_not_data_does_not_matter(tmp_path, name):
     folder = write(tmp_path / "data", "a.parquet")
     (folder / name).symlink_to("gone")

@@ -475,28 +475,15 @@ def _list_folder(path: AnyPath, data_format: str, suffixes: Sequence[str]) -> Li
         _check_pairs([entry.path for entry in files])
         _check_listed(path, [entry.path for entry in files])
     if not found:
-        hint = _why_none(path, [entry.path for entry in files], data_format)
         not_read = f" ({describe_ignored(path, ignored)})" if ignored else ""
-        raise FileNotFoundError(f"{path}: no {', '.join(suffixes)} file below it{not_read}; {hint}")
+        raise FileNotFoundError(
+            f"{path}: no {', '.join(suffixes)} file below it{not_read}; check --data-path and --data-format "
+            f"({', '.join(FORMATS)}): an interrupted scripts.tok_shards resumes, and scripts.convert_shards reads "
+            f"nanoGPT's and llm.c's .bin files"
+        )
     if isinstance(path, Remote) or any(entry.linked for entry in data):
         _warn_of_copies(path, found)
     return Listing(found, ignored)
-
-
-def _why_none(folder: AnyPath, files: Sequence[AnyPath], data_format: str) -> str:
-    """What to do about a folder in which no file is of the run's format."""
-    if data_format != "text" and folder / OWN_TOKENIZER in files:
-        return "if scripts.tok_shards was to write it, it has not finished: give its command again"
-    formats = [
-        name
-        for name, suffixes in FORMATS.items()
-        if name != data_format and any(has_suffix(file.name, suffixes) for file in files)
-    ]
-    if not formats:
-        return "check --data-path"
-    if data_format == "text" and not any(file.suffix == ".idx" for file in files):
-        return "scripts.convert_shards reads nanoGPT's or llm.c's .bin files, which have no .idx"
-    return f"it has files for --data-format {' or '.join(formats)}"
 
 
 def is_hidden(name: PurePath, data_format: str = "text") -> bool:

@@ -199,9 +199,13 @@ SHARDS = [
     (
         "base_train --data-path=data --data-format=shards",
         {},
-        ("no .bin file", "--data-format text"),
+        ("no .bin file", "check --data-path and --data-format (text, shards"),
     ),
-    ("base_train --data-path=shards", {}, ("no .parquet", "--data-format shards")),
+    (
+        "base_train --data-path=shards",
+        {},
+        ("no .parquet", "check --data-path and --data-format (text, shards"),
+    ),
     ("base_train --data-path=data --packing=binned", {}, ("--packing binned", "--packing bestfit")),
     (
         f"{PAIRS} --tokenizer=other",

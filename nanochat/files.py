@@ -59,7 +59,6 @@ log = logging.getLogger(__name__)
 # suffixes by --data-format
 FORMATS = {"text": SUFFIXES, "shards": (".bin",), "megatron": (".bin",)}
 MAGICS = {"shards": b"GPTS", "megatron": b"MMIDIDX\x00\x00"}  # an .idx begins with it
-GPT_SIMPLE = {"pretokenized": "shards", "jsonl": "text"}  # gpt-simple's names of formats
 GET_DATA = (
     "download data with python -m nanochat.dataset -n 8, make a sample from files on this machine with python "
     "-m dev.make_sample_corpus, or name a folder of yours, hf://datasets/OWNER/NAME, or token files without .bin "
@@ -393,12 +392,9 @@ def _check_format_name(data_format: str) -> None:
     own_source = Path(__file__).parent / f"source_{data_format}.py"
     if data_format in FORMATS or own_source.is_file():
         return
-    hint = did_you_mean(data_format, FORMATS)
-    if data_format in GPT_SIMPLE:
-        hint = f"; gpt-simple's {data_format} is called {GPT_SIMPLE[data_format]} here"
     raise ValueError(
         f"--data-format: got {data_format!r}, expected {', '.join(FORMATS)}, or a "
-        f"NAME with a nanochat/source_NAME.py{hint}"
+        f"NAME with a nanochat/source_NAME.py{did_you_mean(data_format, FORMATS)}"
     )
 
 

@@ -427,18 +427,6 @@ def test_a_path_that_no_file_can_have_is_no_such_folder(path, data_format):
         ),
         (
             lambda p: tiny(p / "a"),
-            "",
-            "pretokenized",
-            r"gpt-simple's pretokenized is called shards here$",
-        ),
-        (
-            lambda p: tiny(p / "a"),
-            "",
-            "jsonl",
-            r"got 'jsonl'.*; gpt-simple's jsonl is called text here$",
-        ),
-        (
-            lambda p: tiny(p / "a"),
             "70,{}/a,30,{}/a",
             "megatron",
             r"add --order=megatron, or write "

@@ -504,7 +504,6 @@ def describe_split(
     reads: str = "",
     shared: float = 0.0,
     chosen: bool = False,
-    remote: bool = False,
 ) -> list[str]:
     """Lines about which files are for validation and for training, {bucket: files} each, and a
     warning if the split looks accidental.
@@ -514,8 +513,7 @@ def describe_split(
 
     `reads`: how much of the training files the program reads. `shared`: the --val-fraction.
     `chosen`: whether the last file was taken by default where no name states a split, which suits
-    shuffled shards but is a surprise in a folder of different files. `remote`: whether the files
-    are elsewhere.
+    shuffled shards but is a surprise in a folder of different files.
     """
     end = f"; {reads}" if reads else ""
     for_training = [*chain.from_iterable(train.values())]
@@ -534,40 +532,27 @@ def describe_split(
         f"training: {_summary(for_training)}{end}",
     ]
     if chosen:
-        lines += _accidental_split(train, val, remote=remote)
+        lines += _accidental_split(train, val)
     return lines
 
 
 def _accidental_split(
-    train: Mapping[str, Sequence[DataFile]],
-    val: Mapping[str, Sequence[DataFile]],
-    *,
-    remote: bool,
+    train: Mapping[str, Sequence[DataFile]], val: Mapping[str, Sequence[DataFile]]
 ) -> list[str]:
     """The warning of `describe_split`: at most one line, for last files that are unlike the others."""
     by_name = validated_by_name(train, val)
-    last = {bucket: files for bucket, files in val.items() if bucket not in by_name}
     odd: list[str] = []
-    for bucket, chosen_files in last.items():
-        where = f"bucket {bucket}" if len({*train, *val}) > 1 else ""
-        odd += _odd(train.get(bucket, []), chosen_files, where)
+    for bucket, files in val.items():
+        if bucket not in by_name:
+            odd += _odd(train.get(bucket, []), files, bucket)
     if not odd:
         return []
-
-    # what to do instead; --val-fraction is for data without validation files
     every_file = [*chain.from_iterable(train.values()), *chain.from_iterable(val.values())]
+    # --val-fraction is for data without validation files
     divide = "" if by_name else val_fraction_remedy([file.name for file in every_file], 0.05)
-    copied = ", which copies all files to this machine" if divide and remote else ""
-    instead = f" or folders train/ and val/{divide}{copied}"
-    if all(file.name.endswith(".bin") for file in every_file):
-        instead = ", such as the folder val/ that scripts.tok_shards writes beside train/"
-
-    of_bucket = f" of bucket {next(iter(last))}" if by_name else ""
-    if len(last) > 1:
-        of_bucket = f" of {'the other buckets' if by_name else 'each bucket'}"
     return [
-        f"warning: the last file{of_bucket} is used for validation, but {', and '.join(odd)}, and a new run after "
-        f"more files arrive will use another one; name validation data with --val-path{instead}"
+        f"warning: the last file is used for validation, but {', and '.join(odd)}, and a new run after more files "
+        f"arrive will use another one; name validation data with --val-path or folders train/ and val/{divide}"
     ]
 
 
@@ -591,7 +576,7 @@ def _share(train: Sequence[DataFile], val: Sequence[DataFile]) -> float:
 
 
 def _odd(train: Sequence[DataFile], val: Sequence[DataFile], bucket: str) -> list[str]:
-    """What is odd about the validation files of a bucket, "" if there is one only."""
+    """What is odd about the validation files of a bucket."""
 
     def kind(file: DataFile) -> str:
         return "".join(Path(file.name).suffixes)
@@ -599,12 +584,12 @@ def _odd(train: Sequence[DataFile], val: Sequence[DataFile], bucket: str) -> lis
     odd = []
     share = _share(train, val)
     if share > 0.1:
-        odd.append(f"it is {share:.1%} of {bucket or 'all bytes'}")
-    if [file.documents for file in val] == [1]:
-        odd.append(f"it is a single document{f' of {bucket}' if bucket else ''}")
+        odd.append(f"it has {share:.1%} of the bytes of {bucket}")
     kinds = sorted({kind(file) for file in train})
     folders = {Path(file.name).parent for file in train}
     for file in val:
+        if file.documents == 1:
+            odd.append(f"{file.name} is a single document")
         if kind(file) not in kinds:
             odd.append(f"{file.name} is {kind(file)}, the others are {', '.join(kinds)}")
         elif Path(file.name).parent not in folders:

@@ -30,7 +30,7 @@ def test_base_train_and_validate_report_the_split_and_the_progress_before_the_fi
         r"validation: shard_3.parquet \(96 documents\), 2\d.\d% of all bytes",
         r"training: shard_0.parquet, shard_1.parquet, shard_2.parquet \(288 documents\); "
         r"this run trains on 2,048 tokens",
-        r"warning: .*2\d.\d% of all bytes.*--val-fraction",
+        r"warning: .*2\d.\d% of the bytes.*--val-fraction",
     ]
     assert all(re.search(pattern, output) for pattern in patterns), output
     at = [

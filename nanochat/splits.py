@@ -343,9 +343,8 @@ def split_train_val(
             )
         named = next((files[0] for files in val.values()), None)
         if named is not None:
-            remedy = "" if isinstance(data.folder, Remote) else ", or remove those files"
             raise ValueError(
-                f"--val-fraction: the data already has validation files ({named}); leave out this flag{remedy}"
+                f"--val-fraction: the data already has validation files ({named}); leave out this flag"
             )
         return {"train": train, "val": train}
     if val_data is not None:
@@ -371,7 +370,8 @@ def _take_last_files(
             last[bucket] = file
     if not val and not last:
         raise ValueError(
-            f"{data}: {_too_few(train)}; add one, or name validation data with --val-path"
+            f"{data}: only one data file, expected at least two in a bucket, besides .txt files (the last one is "
+            f"used for validation); add one, or name validation data with --val-path"
             f"{val_fraction_remedy(chain.from_iterable(train.values()), 0.01)}"
         )
     if val and not by_bucket:
@@ -402,9 +402,8 @@ def _check_val_folders(root: AnyPath) -> None:
     validation."""
     folders = val_folders(root)
     if not folders:
-        test = " (test/ is used for neither)" if is_folder(root / "test") else ""
         raise FileNotFoundError(
-            f"{root}: it has train/ but no val/{test}; name validation data with --val-path, "
+            f"{root}: it has train/ but no val/; name validation data with --val-path, "
             f"or if it is text, divide the documents of train/ with --val-fraction=0.01"
         )
     if len(folders) > 1:
@@ -412,18 +411,6 @@ def _check_val_folders(root: AnyPath) -> None:
         raise ValueError(
             f"{root}: it has {names}; name the one to use for validation with --val-path"
         )
-
-
-def _too_few(train: Mapping[str, Sequence[AnyPath]]) -> str:
-    """Why no file of the training data can validate."""
-    files = next(iter(train.values()))
-    other = next((file for file in files if text_suffix(file.name) not in PLAIN_TEXT), files[0])
-    beside = " beside .txt files" if len(files) > 1 else ""
-    each_of = " in each bucket" if len(train) > 1 else ""
-    return (
-        f"only one data file ({other.name}){beside}{each_of}, expected at least two (the last one is used for "
-        f"validation)"
-    )
 
 
 def _held_out(
@@ -519,13 +506,11 @@ def describe_split(
     for_training = [*chain.from_iterable(train.values())]
     for_val = [*chain.from_iterable(val.values())]
     if shared:
-        files = counted(len(for_val), "file")
         # a small file may only train; a fork that leaves out a bucket still validates with it
-        all_divided = len(for_training) == len(for_val)
-        rest = "" if all_divided else f" of {counted(len(for_training), 'file')}"
+        validating, training = (counted(len(files), "file") for files in (for_val, for_training))
         return [
-            f"validation: {shared:.3g} of each file ({files}){_documents(for_val, ', ')}",
-            f"training: the rest{rest}{_documents(for_training, ', ')}{end}",
+            f"validation: {shared:.3g} of each file ({validating}){_documents(for_val, ', ')}",
+            f"training: the rest of {training}{_documents(for_training, ', ')}{end}",
         ]
     lines = [
         f"validation: {_summary(for_val)}, {_share(for_training, for_val):.1%} of all bytes",

@@ -201,7 +201,7 @@ SHARDS = [DataFile(f"web/{i}.parquet", 1000, 10) for i in range(20)]
             SHARDS,
             SHARDS,
             {"shared": 0.01},
-            ["0.01 of each .*20 files.*, 200 documents", "the rest, 200"],
+            ["0.01 of each .*20 files.*, 200 documents", "the rest of 20 files, 200"],
         ),
         (
             SHARDS[:2],  # of a fork that leaves out a bucket
@@ -298,9 +298,7 @@ def test_folders_have_buckets_and_prefixes_are_buckets(tmp_path):
     mixed = split_train_val(data_at(prefixes), data_at(a), data_format="megatron", by_bucket=True)
     assert list(mixed["train"]) == ["code/one", "web/two.x"]  # what validates is held out
     assert list(mixed["val"]) == ["one"]
-    with pytest.raises(
-        ValueError, match=r"only one data file \(one\.bin\) in each bucket, .*--val-path"
-    ):
+    with pytest.raises(ValueError, match=r"only one data file, .* in a bucket, .*--val-path"):
         split_train_val(data_at(prefixes), data_format="megatron", by_bucket=True)
 
 

@@ -113,7 +113,11 @@ DATA = [  # (command line, files, words)
     ("base_train --data-path=data --val-path=nowhere", {}, ("nowhere",)),
     # a download that never was
     ("base_train --val-path=data", {}, ("climbmix", "nanochat.dataset")),
-    ("base_train --data-path=one", {"one/only.parquet": TEXTS}, ("only.parquet", "--val-path")),
+    (
+        "base_train --data-path=one",
+        {"one/only.parquet": TEXTS},
+        ("only one data file", "--val-path"),
+    ),
     (
         ONE + " --strict",
         {"one/only.parquet": [*TEXTS, None, None]},
@@ -148,7 +152,7 @@ DATA = [  # (command line, files, words)
     (
         "base_train --data-path=one",
         {"one/train/a.parquet": TEXTS, "one/test/a.parquet": TEXTS},
-        ("it has train/ but no val/ (test/ is used for neither)", "--val-path"),
+        ("it has train/ but no val/", "--val-path"),
     ),
     (
         "base_train --order=megatron --data-args-path=gone.txt",

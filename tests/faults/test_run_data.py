@@ -53,7 +53,7 @@ def test_base_train_and_validate_report_the_split_and_the_progress_before_the_fi
     assert all(re.search(pattern, output) for pattern in patterns), output
     output = succeed(model_tag="shared", val_fraction=0.25).out
     val, train = re.search(
-        r"each .*4 files\), (\d+) documents\ntraining: the rest, (\d+) doc", output
+        r"each .*4 files\), (\d+) documents\ntraining: the rest of 4 files, (\d+) doc", output
     ).groups()
     assert int(val) + int(train) == 384
 

@@ -85,9 +85,12 @@ ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_S3_ENDPOINT_URL", "AWS_ENDPOINT_URL", "
 ENDPOINT = re.compile(r"https?://((?:[\w.-]+|\[[\w:.]+\])(?::\d{1,5})?)(/[\w.~/-]*)?")
 # Errors that may not occur again, according to the documentation of S3 and of its clients. obstore
 # itself repeats a request after 408, 429 and 5xx, but not after these codes with other statuses.
-CLOCK_CODES = frozenset(("RequestTimeTooSkewed", "RequestExpired", "RequestInTheFuture"))
 BUSY_CODES = frozenset(
     (
+        "RequestTimeout",
+        "RequestTimeTooSkewed",
+        "RequestExpired",
+        "RequestInTheFuture",
         "OperationAborted",
         "ConditionalRequestConflict",
         "InternalError",
@@ -108,18 +111,6 @@ BUSY_CODES = frozenset(
         "LimitExceededException",
         "TransactionInProgressException",
         "PriorRequestNotComplete",
-    )
-)
-EXPIRED_CODES = frozenset(
-    ("ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired", "InvalidToken")
-)
-REGION_CODES = frozenset(
-    (
-        "PermanentRedirect",
-        "TemporaryRedirect",
-        "Redirect",
-        "AuthorizationHeaderMalformed",
-        "IllegalLocationConstraintException",
     )
 )
 KEYS_HINT = {
@@ -195,14 +186,6 @@ class Failure(NamedTuple):
         if self.status == 0:
             return not self.moved
         return self.status in (408, 429) or self.status >= 500
-
-
-class Cause(NamedTuple):
-    """A possible cause of a failure."""
-
-    is_true: bool
-    kind: type[Exception]  # of our own error
-    sentence: str
 
 
 # ---- names ---------------------------------------------------------------------------------------
@@ -367,127 +350,62 @@ class Bucket:
         """Our own error for a failed request, without obstore's text, which may hold a secret."""
         if isinstance(e, (Changed, Garbled)):
             return e
-        failure = Failure.of(e)
-        causes = (  # the first that is true decides
-            *self._causes_of_the_path(failure),
-            *self._causes_that_may_pass(failure),
-            *self._causes_of_access(failure),
-        )
-        cause = next(cause for cause in causes if cause.is_true)
-        return cause.kind(f"{path}: {cause.sentence}")
+        kind, sentence = self._cause(Failure.of(e))
+        return kind(f"{path}: {sentence}")
 
-    def _causes_of_the_path(self, failure: "Failure") -> "list[Cause]":
-        """What may be wrong with the bucket, the key or the credentials."""
-        no_credentials = re.search(r"169\.254\.169\.254|metadata\.google\.internal", failure.text)
+    def _cause(self, failure: Failure) -> tuple[type[Exception], str]:
+        """(our own error, what it says) for a failure."""
+        status, code, answered = failure.status, failure.code, failure.answered
         keys = KEYS_HINT[self.scheme]
         service, _, _ = keys.partition("_")
-        or_public = ""
-        if self.scheme != "msc":
-            or_public = f", or {service}_SKIP_SIGNATURE=true for a public bucket"
-        return [
-            Cause(
-                no_credentials is not None,
-                PermissionError,
-                f"no credentials; set {keys}{or_public}",
-            ),
-            Cause(
-                failure.code == "NoSuchBucket",
-                FileNotFoundError,
-                f"bucket {self.bucket} does not exist; check the path and {self.setting}",
-            ),
-            Cause(issubclass(failure.kind, FileNotFoundError), FileNotFoundError, "no such object"),
-            Cause(
-                failure.kind.__name__ == "PreconditionError",
-                Changed,
-                f"it has changed since this run began (its ETag differs); {ADVICE}",
-            ),
-            Cause(
-                issubclass(failure.kind, ValueError) or failure.kind.__name__ == "InvalidPathError",
-                ValueError,
-                "the key, or one below it, has an empty part, '.' or '..'; rename the object",
-            ),
-        ]
+        if re.search(r"169\.254\.169\.254|metadata\.google\.internal", failure.text):
+            return PermissionError, (
+                f"no credentials; set {keys}, or {service}_SKIP_SIGNATURE=true for a public bucket"
+            )
+        if code == "NoSuchBucket":
+            return FileNotFoundError, (
+                f"bucket {self.bucket} does not exist; check the path and {self.setting}"
+            )
+        if issubclass(failure.kind, FileNotFoundError):
+            return FileNotFoundError, "no such object"
+        if failure.kind.__name__ == "PreconditionError":
+            return Changed, f"it has changed since this run began (its ETag differs); {ADVICE}"
+        if issubclass(failure.kind, ValueError) or failure.kind.__name__ == "InvalidPathError":
+            return ValueError, (
+                "the key, or one below it, has an empty part, '.' or '..'; rename the object"
+            )
 
-    def _causes_that_may_pass(self, failure: "Failure") -> "list[Cause]":
-        """What may go better in another request, or after a restart."""
-        status, code, answered = failure.status, failure.code, failure.answered
+        # what may go better in another request, or after a restart
         other_range = r"Requested .*, got |non-partial|Content-Range|CONTENT_RANGE"
-        is_other_range = not status and re.search(other_range, failure.text) is not None
-        is_busy = code in BUSY_CODES and status not in (0, 408, 429) and status < 500
-        is_listing = "ListResponseBody" in failure.text
-        unanswered = answered if status else "no connection, or it was interrupted"
-        return [
-            Cause(
-                is_other_range,
-                Garbled,
-                f"{self.host} sent a different range from the one requested, {TRIES} times; {PROXY}",
-            ),
-            Cause(
-                code == "RequestTimeout",
-                Garbled,
-                f"{self.host} did not receive the whole request in time, {TRIES} times ({answered}); restart when the "
-                "machine or the connection is less busy",
-            ),
-            Cause(
-                code in CLOCK_CODES,
-                Garbled,
-                f"the clock of this machine and that of {self.host} differ by more than 15 minutes, {TRIES} times "
-                f"({answered}); set this machine's clock (NTP), then restart",
-            ),
-            Cause(
-                is_busy,
-                Garbled,
-                f"{self.host} could not answer just now, {TRIES} times ({answered}); restart when it is less busy",
-            ),
-            Cause(
-                failure.unavailable and not issubclass(failure.kind, PermissionError),
-                # obstore does not repeat a listing whose answer was interrupted
-                Garbled if is_listing else OSError,
-                f"no complete answer from {self.host} ({unanswered}); check the network and "
-                f"{self.setting}, then restart",
-            ),
-        ]
+        if not status and re.search(other_range, failure.text):
+            return Garbled, (
+                f"{self.host} sent a different range from the one requested, {TRIES} times; {PROXY}"
+            )
+        if code in BUSY_CODES and status not in (0, 408, 429) and status < 500:
+            return Garbled, (
+                f"{self.host} could not answer just now, {TRIES} times ({answered}); restart when it, this machine "
+                f"and the connection are less busy (if a time is wrong, set this machine's clock)"
+            )
+        is_denied = issubclass(failure.kind, PermissionError)
+        if failure.unavailable and not is_denied:
+            unanswered = answered if status else "no connection, or it was interrupted"
+            # obstore does not repeat a listing whose answer was interrupted
+            kind = Garbled if "ListResponseBody" in failure.text else OSError
+            return kind, (
+                f"no complete answer from {self.host} ({unanswered}); check the network and {self.setting}, then "
+                f"restart"
+            )
 
-    def _causes_of_access(self, failure: "Failure") -> "list[Cause]":
-        """Why the service refuses a request. The last cause is always true."""
-        status, code, answered = failure.status, failure.code, failure.answered
-        keys = KEYS_HINT[self.scheme]
-        is_denied = issubclass(failure.kind, PermissionError) or status in (401, 403)
-        return [
-            Cause(
-                code == "InvalidObjectState",
-                OSError,
-                f"the object is archived, so it cannot be read ({answered}); restore it from the archive first",
-            ),
-            Cause(
-                failure.moved or code in REGION_CODES,
-                PermissionError,
-                f"the bucket is in another region, or behind another address ({answered if status else 'a redirect'}); "
-                f"set AWS_DEFAULT_REGION to the bucket's region, and check {self.setting}",
-            ),
-            Cause(
-                code in EXPIRED_CODES,
-                PermissionError,
-                f"access denied ({answered}): the temporary credentials have expired or are not valid; renew them, and "
-                f"check {keys} and AWS_SESSION_TOKEN",
-            ),
-            Cause(
-                code.startswith("KMS."),
-                PermissionError,
-                f"the key that encrypts the object cannot be used ({answered}); check it, and the permission to use it",
-            ),
-            Cause(
-                is_denied,
-                PermissionError,
-                f"access denied ({answered}); check {keys} and their permissions, {self.setting} "
-                f"and AWS_DEFAULT_REGION",
-            ),
-            Cause(
-                True,
-                OSError,
-                f"{self.host} refused the request ({answered}); check the path and {self.setting}",
-            ),
-        ]
+        # why the service refuses a request
+        is_elsewhere = failure.moved or code == "AuthorizationHeaderMalformed"
+        if is_denied or is_elsewhere or status in (401, 403) or "Token" in code:
+            return PermissionError, (
+                f"access denied ({answered if status else 'a redirect'}); check {keys} (AWS_SESSION_TOKEN, if they are "
+                f"temporary) and their permissions, {self.setting} and AWS_DEFAULT_REGION"
+            )
+        return OSError, (
+            f"{self.host} refused the request ({answered}); check the path and {self.setting}"
+        )
 
 
 open_bucket = functools.cache(Bucket)  # one client for all requests with the same timeouts

@@ -30,12 +30,12 @@ from pathlib import Path
 from tqdm import tqdm
 
 from nanochat.cli import Parser, run_main, sigterm_interrupts, whole
-from nanochat.common import AnyPath, as_local_path, as_path, counted
+from nanochat.common import AnyPath, as_local_path, as_path
 from nanochat.files import DataPath, data_at, no_such_data
 from nanochat.pretokenize import TOKENIZER, Input, Pretokenizer, Windows, describe_tokenizer
 from nanochat.splits import find_splits, last_of, split_train_val
 from nanochat.text import SUFFIXES, Selection, add_text_flags, text_suffix
-from nanochat.text_kinds import read_documents
+from nanochat.text_kinds import describe_skipped, read_documents
 from nanochat.tokenizer import (
     add_tokenizer_flags,
     default_tokenizer,
@@ -45,7 +45,7 @@ from nanochat.tokenizer import (
 
 OUTPUTS = {"gpts": "shards", "megatron": "megatron"}  # --format: the --data-format that reads it
 TRIED = 3  # number of inputs of which one must be readable before any is converted
-SHOWN = 10  # maximum number of broken lines listed per input, and of missing inputs listed
+SHOWN = 10  # maximum number of missing inputs listed
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -224,20 +224,11 @@ def make_pairs(job: Pretokenizer, mine: Sequence[Input], num_workers: int) -> bo
     rate = f"; {new}made in {time.monotonic() - began:.1f} s" if new_tokens else ""
     print(f"{len(shards):,} of {len(mine):,} shards finished: {counts}{rate}")
     for shard in shards:
-        if short := shard["skipped"].get("short"):
-            print(
-                f"{shard['input']['name']}: {counted(short, 'document')} shorter than --min-chars skipped"
-            )
-        if nulls := shard["skipped"].get("nulls"):
-            print(f"{shard['input']['name']}: {counted(nulls, 'null')} skipped")
+        name = shard["input"]["name"]
+        for line in describe_skipped(Path(name), job.selection, {"short": 0, **shard["skipped"]}):
+            print(line)
         if not shard["entries"]:
-            print(f"{shard['input']['name']}: no document for one of the parts of --val-fraction")
-        if shard["skipped"]["count"]:
-            print(
-                f"{shard['input']['name']}: {counted(shard['skipped']['count'], 'broken line')} skipped"
-            )
-        for number, why in shard["skipped"]["lines"][:SHOWN]:
-            print(f"  line {number}: {why}")
+            print(f"{name}: no document for one of the parts of --val-fraction")
     if shards and totals["tokens"] == totals["documents"]:  # every token is an end-of-document id
         failed.append(
             f"failed: all {totals['documents']:,} documents are empty; check --text-field"

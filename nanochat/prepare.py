@@ -82,7 +82,6 @@ log = logging.getLogger(__name__)
 
 FORMAT = 1  # of the prepared files
 GROUP_DOCUMENTS = 1024  # per row group
-COMMIT = re.compile(r"@([0-9a-f]{12})[0-9a-f]{28}\b")  # of data on the Hub
 RECORDS = "prepared.json"
 KEEP_S = 10.0  # time between two writes of it
 POLL_S = 0.1  # time between two looks at a lock
@@ -457,18 +456,6 @@ def disk_bytes(folder: Path) -> int:
     return sum({(stat.st_dev, stat.st_ino): stat.st_size for stat in stats}.values())
 
 
-def describe_sources(sources: Sequence[str]) -> str:
-    """A few files with their common folder once, and 12 digits of a commit in it."""
-    folder = sources[0].rpartition("/")[0] if sources else ""
-    while folder and not all(source.startswith(f"{folder}/") for source in sources):
-        folder = folder.rpartition("/")[0]
-    if not folder or folder.endswith((":", ":/")):  # as of hf://a/b and hf://c/d
-        return few(sources)
-    names = [source.removeprefix(f"{folder}/") for source in sources]
-    short = COMMIT.sub(r"@\1", folder)
-    return f"{short}: {few(names)}"
-
-
 def _users(base: Path) -> tuple[defaultdict[str, list[str]], list[str]]:
     """({prepared folder: runs that read it, at their last launch}, runs of which this is not known,
     because their manifest cannot be read)."""
@@ -522,13 +509,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     for folder in chosen:
         records = _read_records(folder).values()
         sources = sorted({record.source for record in records})
-        made_from = describe_sources(sources)
         rows.append(
             [
                 folder.name,
                 disk_bytes(folder) / 1e6,
                 len(records),
-                made_from,
+                few(sources),
                 few(users[folder.name]) or "-",
             ]
         )

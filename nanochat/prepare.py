@@ -41,7 +41,7 @@ import os
 import re
 import shutil
 import time
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -425,8 +425,7 @@ def _report(
         if skipped.get("nulls"):
             with_nulls[file.path] = skipped["nulls"]
         for line in describe_skipped(file.path, file.selection, {**skipped, "nulls": 0}):
-            is_cut = skipped["count"] > 1 and "broken line" in line
-            warn_once(f"{line} (more in {folder / RECORDS})" if is_cut else line)
+            warn_once(line)
     if with_nulls:
         total = counted(sum(with_nulls.values()), "null")
         files = f"{counted(len(with_nulls), 'file')}: {few(sorted(with_nulls))}"
@@ -435,13 +434,10 @@ def _report(
     if was_ready:
         log.info("text: prepared before, in %s", folder)
         return
-    documents = Counter[str]()
-    for record, file in zip(made, targets.values()):
-        documents[file.split] += record.documents
     log.info(
         "text: %s with %s prepared now as parquet in %s (%.1f MB; python -m nanochat.prepare lists such folders)",
         counted(len({file.path for file in targets.values()}), "file"),
-        " and ".join(f"{counted(n, 'document')} for {USES[key]}" for key, n in documents.items()),
+        counted(sum(record.documents for record in made), "document"),
         folder,
         sum(record.num_bytes for record in made) / 1e6,
     )

@@ -141,15 +141,6 @@ def test_a_later_launch_reads_the_folder_of_the_first_although_it_holds_more(dat
     assert len(folders(base_dir)) == 1
 
 
-def test_a_line_says_what_the_prepared_documents_are_for(data, caplog):
-    with caplog.at_level("INFO"):
-        manifests = pin_files(data, selection=TWENTIETH)
-        check_files({"train": {}, "val": manifests["val"]})
-    lines = [line for line in caplog.messages if line.startswith("text: ")]
-    assert "3 files with 57 documents for training and 3 documents for validation" in lines[0]
-    assert "text: prepared before, in " in lines[1]
-
-
 # ---- once ----------------------------------------------------------------------------------------
 
 

@@ -18,7 +18,7 @@ file `test.parquet` or a bucket `dev/` is ordinary data.
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import chain, pairwise
+from itertools import chain
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
@@ -164,21 +164,6 @@ def find_buckets(
     data = data_at(path)
     files = list_files(data, data_format).data
     return group_by_bucket(files, data.folder, merge=merge, prefixes=data.are_prefixes)
-
-
-def nested_folders(data: DataPath, buckets: Mapping[str, Sequence[AnyPath]]) -> dict[str, str]:
-    """{name: path above it} of the folders inside buckets, which would be buckets themselves if
-    --data-path named that path. None in train/, whose path must stay the one above val/."""
-    above: dict[str, str] = {}
-    for file in chain.from_iterable(buckets.values()):
-        *folders, _ = file.relative_to(data.folder).parts
-        path = data.text.rstrip("/")
-        for outer, inner in pairwise(folders):
-            if outer in WORDS:
-                break
-            path = f"{path}/{outer}"
-            above.setdefault(inner, path)
-    return {} if data.files or data.has_folder("train") else above
 
 
 class Splits(NamedTuple):
@@ -602,7 +587,7 @@ def pin_files(
         shared=selection.val_fraction > 0,
     )
     if mix is not None:
-        mix.check_buckets(files["train"], nested_folders(data, files["train"]))
+        mix.check_buckets(files["train"])
         files["train"] = {bucket: files["train"][bucket] for bucket in mix.buckets}
     roots = {"train": data, "val": val_data or data}
     if data_format in MAGICS:

@@ -11,7 +11,6 @@ import pyarrow.parquet as pq
 import pytest
 
 from nanochat import files
-from nanochat.curriculum import Curriculum, Phase
 from nanochat.files import DataPath, data_at, find_files, list_files
 from nanochat.sources import check, open_source, scan
 from nanochat.splits import describe_split, files_of, pin_files, split_train_val, stated_splits
@@ -369,21 +368,6 @@ def test_validation_files_chosen_by_name_cause_no_warning_about_the_choice(tmp_p
     pinned = pin_files(write(tmp_path, *HUB))
     lines = describe_split(files_of(pinned["train"]), files_of(pinned["val"]), chosen=True)
     assert len(lines) == 2 and "validation-00000" in lines[0]
-
-
-def test_a_bucket_that_is_one_folder_deeper_is_found(tmp_path):
-    """Regression: "expected data", where data/ had the bucket."""
-    names = [f"data/{bucket}/{i}.parquet" for bucket in ("math", "web") for i in range(2)]
-    mix = Curriculum([Phase(1000, {"math": 1})])
-    root = write(tmp_path, *names)
-    with pytest.raises(ValueError, match=f"no such bucket; {root}/data has: pass --data-path="):
-        pin_files(root, mix=mix)
-    assert [*pin_files(root / "data", mix=mix)["train"]] == ["math"]
-    spread = Curriculum([Phase(1000, {"math": 1, "data": 1})])  # no path has both
-    with pytest.raises(
-        ValueError, match=r"mixes 'math', but the data has no such bucket; expected"
-    ):
-        pin_files(root, mix=spread)
 
 
 def test_names_of_sources_are_topics():

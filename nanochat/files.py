@@ -272,11 +272,6 @@ def data_at(path: AnyPath | str) -> DataPath:
     commas, or remote text files, separated by commas or listed in a text file. FileNotFoundError or
     ValueError for a list of which some files do not exist."""
     place = as_path(path)
-    page = HUB_PAGE.fullmatch(str(path))
-    if page and not text_suffix(place.name):
-        raise ValueError(
-            f"{path}: the page of a data set; name it hf://datasets/{page[1]}, with @REVISION and /FOLDER if needed"
-        )
     listed = paths_in(path)
     is_list_of_objects = len(listed) > 1 and all(map(storage_of, listed))
     if is_list_of_objects and all(map(text_suffix, listed)):
@@ -724,8 +719,6 @@ def pair_format(path: AnyPath) -> str | None:
 # ---- known data sets -----------------------------------------------------------------------------
 
 HUB = "https://huggingface.co"
-OWNER_NAME = re.compile(r"[\w.-]+/[\w.-]+")
-HUB_PAGE = re.compile(rf"https?://[^/]+/datasets/({OWNER_NAME.pattern})(/(tree|viewer)/.*)?/?")
 MARKER = "dataset.json"  # names the data set of the downloaded shards beside it
 
 

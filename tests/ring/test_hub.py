@@ -722,7 +722,7 @@ def test_a_stop_ends_a_wait(hub):
         (f"{SET}/data/part.parquet", "part.parquet: no such data file"),
         (f"{SET}/data,{SET}/more", "data: a folder, of which --data-path takes only one"),
         ("own/set", "or name a folder of yours, hf://datasets/OWNER/NAME, or token files"),
-        ("{}/datasets/own/set/tree/main", "the page of a data set; name it hf://datasets/own/set"),
+        ("{}/datasets/own/set/tree/main", "folder of yours, hf://datasets/OWNER/NAME"),
         ("hf://datasets/own", "expected hf://datasets/OWNER/NAME"),
         ("hf://models/own/set", "expected hf://datasets/OWNER/NAME"),
         ("{}/files/none.parquet,{}/files/more.parquet", "none.parquet: no such file"),

@@ -396,9 +396,7 @@ def _check_format_name(data_format: str) -> None:
 def no_such_data(path: AnyPath) -> FileNotFoundError:
     """The error for a data path that names nothing, with what is beside it."""
     beside: list[str] = []
-    if isinstance(path, Remote):
-        beside = path.beside()
-    elif is_folder(path.parent):
+    if isinstance(path, Path) and is_folder(path.parent):
         others = sorted(path.parent.iterdir())
         names = [other.name for other in others if is_folder(other) or _is_data(other.name)]
         beside = [name for name in names if not name.startswith((".", "_"))]

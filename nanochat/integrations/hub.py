@@ -281,17 +281,6 @@ class HubPath(RangePath):
         # messages name the path as it is here, which may not name the commit
         return None if file is None else file._replace(path=str(self))
 
-    def beside(self) -> list[str]:
-        """See `Remote.beside`: the nearest folder above it that the commit has."""
-        place = self._place()
-        if place is None:
-            return []
-        tree = find_tree(place._replace(inner=""))
-        folder = next(above for above in place.parents if above in (*tree.folders, ""))
-        below = f"{folder}/" if folder else ""
-        names = [name for name in (*tree.folders, *tree.files) if name and name.startswith(below)]
-        return sorted({name.removeprefix(below).split("/")[0] for name in names})
-
     def resolve(self) -> "HubPath":
         """The path that names the commit."""
         place = Place.of(str(self))

@@ -176,27 +176,12 @@ def _ask_once(
         )
         body = answer.read(most + 1)
     except (urllib3.exceptions.HTTPError, OSError) as e:
-        raise NoAnswer(host_of(address), _describe(e)) from None
+        raise NoAnswer(host_of(address), type(e).__name__) from None  # its text may show a secret
     if len(body) <= most:
         answer.release_conn()
         return answer, body
     answer.close()  # the rest of the body would be in the way of the next answer
     return answer, b""
-
-
-def _describe(error: Exception) -> str:
-    """Why a request has no answer."""
-    if isinstance(error, urllib3.exceptions.SSLError):
-        return "its certificate is not valid here"
-    if isinstance(error, urllib3.exceptions.NameResolutionError):
-        return "no such host"
-    if isinstance(error, (urllib3.exceptions.NewConnectionError, urllib3.exceptions.ProxyError)):
-        return "no connection"
-    if isinstance(error, urllib3.exceptions.ConnectTimeoutError):
-        return f"no connection within {PATIENCE.connect_s:g} s"
-    if isinstance(error, urllib3.exceptions.ReadTimeoutError):
-        return f"silent for {PATIENCE.silence_s:g} s"
-    return "no complete answer"
 
 
 def retry_after(answer: Answer) -> float:

@@ -865,7 +865,7 @@ def test_texts_may_be_a_file_of_the_hub(hub, capsys):
 
 def test_a_server_that_refuses_connections_is_not_called_silent(hub, monkeypatch, caplog):
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
-    assert "(no connection)" in refuse(**RUN, data_path=SET)
+    assert "(NewConnectionError)" in refuse(**RUN, data_path=SET)
 
 
 @pytest.mark.parametrize("path", ["https://u:hidden@host/a.parquet", "https://h/a.parquet?hidden"])

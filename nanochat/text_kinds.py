@@ -132,18 +132,14 @@ def warn_once(line: str) -> None:
 
 def no_document(files: Sequence[AnyPath], selection: Selection, skipped: Skipped) -> ValueError:
     """The error for files without any selected document. `skipped`: what was skipped in the first."""
-    why = "".join(f"; line {number}: {problem}" for number, problem in skipped["lines"][:1])
     part = ""
     if selection.part:
         part = f" in the {selection.part} part with --val-fraction {selection.val_fraction}"
-    nulls = f"{counted(skipped['nulls'], 'null')}; " if skipped.get("nulls") else ""
-    remedy = "fix the file, or choose other data"
-    if selection.part == "val":
-        remedy = f"raise --val-fraction, {remedy}"
     others = f", nor in {counted(len(files) - 1, 'other file')}" if len(files) > 1 else ""
+    why = "; ".join(["", *describe_skipped(files[0], selection, skipped)])
     return ValueError(
-        f"{files[0]}: no document is left{part} ({nulls}{counted(skipped['count'], 'broken line')}{why}; "
-        f"{skipped['short']:,} shorter than --min-chars){others}; {remedy}"
+        f"{files[0]}: no document is left{part}{others}{why}; fix the file, choose other data, or change "
+        f"--val-fraction or --min-chars"
     )
 
 

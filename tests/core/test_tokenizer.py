@@ -166,7 +166,7 @@ def test_the_default_tokenizer_is_that_of_the_base_directory_or_an_error_with_th
 ):
     with pytest.raises(
         FileNotFoundError,
-        match=r"no data .*: download .*; then .*scripts\.tok_train --output-dir .*--vocab-size 4096 for a small",
+        match=r"no tokenizer here; .*scripts\.tok_train --output-dir .*--vocab-size 4096 for a small",
     ):
         get_tokenizer()
     with pytest.raises(

@@ -140,14 +140,9 @@ def _size(path: AnyPath) -> int:
     try:
         return path.stat().st_size
     except FileNotFoundError:
-        plain = ""
-        other = path.with_suffix(".idx").name
-        if path.suffix == ".idx":
-            other = path.with_suffix(".bin").name
-            plain = f"if {other} is nanoGPT's or llm.c's, run scripts.convert_shards; else "
         raise FileNotFoundError(
-            f"{path}: the file is missing; {plain}restore it, or delete {other} and rerun "
-            f"scripts.tok_shards, or start a new run (--model-tag)"
+            f"{path}: the file is missing; if its .bin is nanoGPT's or llm.c's, run scripts.convert_shards; else "
+            f"restore it, or delete the pair and rerun scripts.tok_shards, or start a new run (--model-tag)"
         ) from None
 
 
@@ -404,13 +399,9 @@ class TokenFile:
         if unsigned.max(initial=0) >= self.vocab_size:
             at = int(np.argmax(unsigned >= self.vocab_size))
             number = first + int(np.searchsorted(edges, at, side="right")) - 1
-            # only a manifest shows that no other tokenizer made the file
-            remedy = (
-                f"name the tokenizer that made the file with --tokenizer; if it is damaged, {REDO}"
-            )
             raise ValueError(
                 f"{self.path}: {kind} {number:,} holds the id {ids[at]:,}, outside the vocabulary of "
-                f"{self.vocab_size:,}; {VERIFY if self.manifest else remedy}"
+                f"{self.vocab_size:,}; name the tokenizer that made the file with --tokenizer, or {VERIFY}"
             )
 
     def read(self, first: int, last: int) -> list[np.ndarray]:

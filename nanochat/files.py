@@ -11,7 +11,7 @@ The files that a data path names: which of them are data, and which are not read
 Suffixes of text may be in upper or lower case. A .json file is data if it has one object per line;
 a single array or object is not read. `list_files` lists every file that is not read, except those
 about the data (README, LICENSE, logs), and commands print that list. All of these paths may be in
-object storage.
+object storage. Hidden files of other kinds, such as __init__.py, are not listed.
 
 **Links.** The tree below DIR is what `find -L DIR` prints: every link is followed, except one to a
 folder that contains the link, which would never end. A file that is reachable by two names, or
@@ -432,9 +432,7 @@ def _list_folder(path: AnyPath, data_format: str, suffixes: Sequence[str]) -> Li
     data = [entry for entry in files if has_suffix(entry.path.name, suffixes)]
     ignored: dict[str, list[AnyPath]] = {}
     if data_format == "text":
-        sources = [entry for entry in entries if entry.kind == "file"]
-        sources = [entry for entry in sources if _is_hidden_source(entry.path.relative_to(path))]
-        reasons = _not_documents([entry.path for entry in [*files, *sources]])
+        reasons = _not_documents([entry.path for entry in files])
         data = [entry for entry in data if entry.path not in reasons]
         own_tokenizer = path / OWN_TOKENIZER
         for file, reason in reasons.items():
@@ -484,15 +482,6 @@ def is_hidden(name: PurePath, data_format: str = "text") -> bool:
         return not NOTES.isdisjoint(name.parts)
     parts = name.parts if data_format == "text" else name.parts[:-1]
     return any(part.startswith("_") for part in parts)
-
-
-def _is_hidden_source(name: PurePath) -> bool:
-    """Whether a hidden relative path may be a text that somebody misses, such as __init__.py, and
-    not what a program notes beside data: a marker without a suffix, a checksum, a cache."""
-    if not is_hidden(name) or has_suffix(name.name, SUFFIXES):
-        return False
-    is_note = name.suffix in ("", ".crc") or not NOTES.isdisjoint(name.parts)
-    return not is_note
 
 
 def _refuse_dangling(folder: AnyPath, links: Sequence[AnyPath], suffixes: Sequence[str]) -> None:

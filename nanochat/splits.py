@@ -337,40 +337,33 @@ def split_train_val(
         return {"train": _held_out(data, train, val), "val": val}
     if has_train:
         return {"train": train, "val": val}
-    return _take_last_files(data, train, val, by_bucket=by_bucket)
-
-
-def _take_last_files(
-    data: DataPath,
-    train: dict[str, list[AnyPath]],
-    val: dict[str, list[AnyPath]],
-    *,
-    by_bucket: bool,
-) -> dict[str, dict[str, list[AnyPath]]]:
-    """Both splits, where the last file of each bucket validates if the bucket has no validation
-    files of its own. ValueError if that leaves a split without files."""
-    last: dict[str, AnyPath] = {}
-    for bucket, files in train.items():
-        if bucket not in val and (file := last_of(files)) is not None:
-            last[bucket] = file
-    if not val and not last:
+    splits = take_last_files(train, val, by_bucket=by_bucket)
+    if not splits["val"]:
         raise ValueError(
             f"{data}: only one data file, expected at least two in a bucket, besides .txt files (the last one is "
             f"used for validation); add one, or name validation data with --val-path"
             f"{val_fraction_remedy(chain.from_iterable(train.values()), 0.01)}"
         )
+    return splits
+
+
+def take_last_files(
+    train: dict[str, list[AnyPath]], val: dict[str, list[AnyPath]], *, by_bucket: bool = True
+) -> dict[str, dict[str, list[AnyPath]]]:
+    """Both splits, where the last file of each bucket validates if the bucket has no validation
+    files of its own, and more than one file. Without `by_bucket`, only if there are none at all."""
     if val and not by_bucket:
         return {"train": train, "val": val}
-    for_val: dict[str, list[AnyPath]] = {}
-    for bucket in dict.fromkeys([*train, *val]):
-        if bucket in last:
-            for_val[bucket] = [last[bucket]]
-        elif bucket in val:
-            for_val[bucket] = val[bucket]
+    last: dict[str, AnyPath] = {}
+    for bucket, files in train.items():
+        if bucket not in val and (file := last_of(files)) is not None:
+            last[bucket] = file
     rest = {
         bucket: [file for file in files if file != last.get(bucket)]
         for bucket, files in train.items()
     }
+    chosen = {**val, **{bucket: [file] for bucket, file in last.items()}}
+    for_val = {bucket: chosen[bucket] for bucket in [*train, *val] if bucket in chosen}
     return {"train": rest, "val": for_val}
 
 

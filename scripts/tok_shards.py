@@ -33,7 +33,7 @@ from nanochat.cli import Parser, run_main, sigterm_interrupts, whole
 from nanochat.common import AnyPath, as_local_path, as_path
 from nanochat.files import DataPath, data_at, no_such_data
 from nanochat.pretokenize import TOKENIZER, Input, Pretokenizer, Windows, describe_tokenizer
-from nanochat.splits import find_splits, last_of, split_train_val
+from nanochat.splits import find_splits, split_train_val, take_last_files
 from nanochat.text import SUFFIXES, Selection, add_text_flags, text_suffix
 from nanochat.text_kinds import describe_skipped, read_documents
 from nanochat.tokenizer import (
@@ -146,15 +146,12 @@ def find_inputs(data: DataPath, *, shared: bool = False) -> list[Input]:
             )
         splits = {"train": found.train, "val": found.val}
         if not data.has_folder("train"):
-            for bucket, files in found.train.items():
-                if bucket in found.val:
-                    continue
-                if (last := last_of(files)) is None:
+            splits = take_last_files(found.train, found.val)
+            for bucket in splits["train"]:
+                if bucket not in splits["val"]:
                     print(
                         f"{bucket}: it has no file to spare for validation; all of it is used for training"
                     )
-                splits["train"][bucket] = [file for file in files if file != last]
-                splits["val"][bucket] = [file for file in files if file == last]
     inputs: dict[tuple[str, str, str], Input] = {}
     for split, bucket, files in ((s, b, files) for s in splits for b, files in splits[s].items()):
         for path in files:

@@ -330,7 +330,7 @@ RESUMED = [  # an unfinished run that is not resumed
     (
         "base_train --model-tag=run --data-path=other",
         {**UNFINISHED, "other/a.parquet": TEXTS},
-        ("other: shard_", "this run has read it in", "name that folder"),
+        ("other/shard_", "does not exist", "name the folder of all files (it was "),
     ),
     (
         "base_train --model-tag=run --resume=runs/run/checkpoints/checkpoint-5",

@@ -27,7 +27,7 @@ checkpoint: a run resumes only with the same data.
 """
 
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple, NotRequired, TypedDict
 
@@ -273,22 +273,16 @@ class Listed(NamedTuple):
     row: int | None  # None: all of the file's
 
 
-def _parse_line(
-    line: str, counts: Mapping[str, int], where: str, val_files: Collection[str]
-) -> Listed:
+def _parse_line(line: str, counts: Mapping[str, int], where: str) -> Listed:
     """A line FILE:DOC or FILE:*. `counts`: {file: its documents}. ValueError, which begins with
     `where`, if there is no such document."""
     name, _, row = line.rpartition(":")
     names_documents = row == "*" or row.isdecimal()
-    if names_documents and name not in counts and name in val_files:
-        raise ValueError(
-            f"{where}: {name} is for validation here, and only training documents can be left out; remove the "
-            f"line, or make the list again with scripts.validate --decontaminate"
-        )
     if name not in counts or not names_documents:
         raise ValueError(
-            f"{where}: expected FILE:DOC or FILE:*, where FILE is a training file such as "
-            f"{next(iter(counts))}, and DOC counts its documents from 0"
+            f"{where}: expected FILE:DOC or FILE:*, where FILE is a training file such as {next(iter(counts))}, and "
+            f"DOC counts its documents from 0; remove the line, or make the list again with scripts.validate "
+            f"--decontaminate"
         )
     if row == "*":
         return Listed(name, None)
@@ -336,14 +330,11 @@ def versions_of(buckets: Mapping[str, Manifest]) -> dict[str, str]:
     return versions
 
 
-def leave_out(
-    buckets: Mapping[str, Manifest], list_path: AnyPath | str, val: Mapping[str, Manifest]
-) -> dict[str, Manifest]:
+def leave_out(buckets: Mapping[str, Manifest], list_path: AnyPath | str) -> dict[str, Manifest]:
     """Turn off the targets of the documents that a text file lists: the training manifests get
     "without": {file: numbers of documents}, where None means all of them. Blank lines and lines
-    that begin with # are skipped, but for each `VERSION_LINE`. ValueError names a line without a valid
-    document, such as one of the validation files `val`, and a file that is another version than the
-    list's."""
+    that begin with # are skipped, but for each `VERSION_LINE`. ValueError names a line without a
+    training document, and a file that is another version than the list's."""
     counts: dict[str, int] = {}
     bucket_of: dict[str, str] = {}  # the first bucket with a file of this name
     for bucket, manifest in buckets.items():
@@ -354,7 +345,6 @@ def leave_out(
                 bucket_of[name] = bucket
     versions = versions_of(buckets)
 
-    val_files = {entry["name"] for manifest in val.values() for entry in manifest["files"]}
     listed: dict[str, set[int] | None] = {}
     try:
         lines = local_copy(as_path(list_path)).read_text("utf-8-sig").splitlines()
@@ -372,7 +362,7 @@ def leave_out(
             )
         if not line or line.startswith("#"):
             continue
-        name, row = _parse_line(line, counts, f"{list_path}: line {number}: {line}", val_files)
+        name, row = _parse_line(line, counts, f"{list_path}: line {number}: {line}")
         if row is None:
             listed[name] = None
             continue

@@ -291,7 +291,7 @@ def test_the_list_is_pinned_with_the_data_and_bad_lines_are_one_sentence(tmp_pat
     for line, words in (
         (f"{name}:99999", "the file has documents 0 to "),
         ("none.parquet:1", "expected FILE:DOC"),
-        ("shard_3.parquet:1", "shard_3.parquet is for validation here"),
+        ("shard_3.parquet:1", "where FILE is a training file"),
         (name, "expected FILE:DOC"),
         (f"{name}:-1", "expected FILE:DOC"),
     ):
@@ -310,5 +310,5 @@ def test_a_file_name_in_two_buckets_means_the_first(tmp_path):
         }
         for bucket, n in (("a", 2), ("b", 1))
     }
-    reduced = leave_out(manifests, tmp_path / "list.txt", {})
+    reduced = leave_out(manifests, tmp_path / "list.txt")
     assert reduced["a"]["without"] == {"x.bin": [0, 1]} and "without" not in reduced["b"]

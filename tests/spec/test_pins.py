@@ -50,7 +50,7 @@ def test_leaving_out_documents_changes_neither_the_given_manifests_nor_the_finge
     whole = {"web": {"root": "/disk", "files": [pin]}}
     text = "\ufeffa.parquet:7\r\na.parquet:0\r\n"  # as some editors write it; regression: line 1 was refused
     (tmp_path / "list.txt").write_text(text)
-    listed = leave_out(whole, tmp_path / "list.txt", {})
+    listed = leave_out(whole, tmp_path / "list.txt")
     assert listed["web"]["without"] == {"a.parquet": [0, 7]}
     assert bare(listed) == whole and "without" in listed["web"]
     assert fingerprint(listed["web"]) == fingerprint(whole["web"])
@@ -62,13 +62,13 @@ def test_a_list_for_another_version_of_a_file_is_refused(tmp_path):
     whole = {"web": {"root": "/disk", "files": [pin]}}
     listed = tmp_path / "list.txt"
     listed.write_text(f"{version_line('of', 'a.parquet', 'beef')}\na.parquet:7\n")
-    assert leave_out(whole, listed, {})["web"]["without"] == {"a.parquet": [7]}
+    assert leave_out(whole, listed)["web"]["without"] == {"a.parquet": [7]}
     for what in ("of", "searched"):
         listed.write_text(f"{version_line(what, 'a.parquet', 'f00d')}\na.parquet:7\n")
         with pytest.raises(
             ValueError, match=r"line 1: the list was made for another version of a\.parquet"
         ):
-            leave_out(whole, listed, {})
+            leave_out(whole, listed)
 
 
 def test_a_list_that_names_searched_files_tells_which_others_were_not(tmp_path):

@@ -603,12 +603,9 @@ def _warn_of_copies(folder: AnyPath, files: Sequence[AnyPath]) -> None:
     copies = [some for some in names.values() if len(some) > 1]
     if copies:
         first, second = (file.relative_to(folder) for file in copies[0][:2])
-        remedy = "delete the links that are not wanted"
-        if isinstance(folder, Remote):
-            remedy = "name the folder, or the files, that you want"
         warn_once(
             f"{folder}: {counted(len(copies), 'file')} reachable by several names, so the documents are read "
-            f"once for each name ({second} is {first}); {remedy}"
+            f"once for each name ({second} is {first}); name the folder, or the files, that you want, or delete links"
         )
 
 
@@ -660,14 +657,9 @@ def find_prefixes(data_path: str) -> list[AnyPath]:
         if not is_file(file) and not is_file(file.with_suffix(".idx")):
             if len(parts) == 1:
                 return []
-            if is_folder(as_path(prefix)):
-                raise ValueError(
-                    f"{prefix}: a folder, of which --data-path takes only one; name the folder around them (a "
-                    f"--curriculum selects some of its subfolders), or list their files"
-                )
             raise FileNotFoundError(
-                f"{prefix}: neither {file.name} nor its .idx exists; set --data-path to a folder, "
-                f"or to paths without .bin and .idx, separated by commas"
+                f"{prefix}: neither {file.name} nor its .idx exists; set --data-path to one folder (a --curriculum "
+                f"selects some of its subfolders), or to paths without .bin and .idx, separated by commas"
             )
     return files
 

@@ -719,7 +719,7 @@ def test_a_stop_ends_a_wait(hub):
         (f"{SET}/data/*.parquet", "*.parquet: no such data file"),
         (f"{SET}/data/README.md", "README.md: expected a folder or a .parquet"),
         (f"{SET}/data/part.parquet", "part.parquet: no such data file"),
-        (f"{SET}/data,{SET}/more", "data: a folder, of which --data-path takes only one"),
+        (f"{SET}/data,{SET}/more", "set --data-path to one folder (a --curriculum selects"),
         ("own/set", "or name a folder of yours, hf://datasets/OWNER/NAME, or token files"),
         ("{}/datasets/own/set/tree/main", "folder of yours, hf://datasets/OWNER/NAME"),
         ("hf://datasets/own", "expected hf://datasets/OWNER/NAME"),

@@ -157,15 +157,6 @@ def group_by_bucket(
     return buckets
 
 
-def find_buckets(
-    path: AnyPath, data_format: str = "text", *, merge: bool = False
-) -> dict[str, list[AnyPath]]:
-    """{bucket: files} of all data at a path; see `group_by_bucket`."""
-    data = data_at(path)
-    files = list_files(data, data_format).data
-    return group_by_bucket(files, data.folder, merge=merge, prefixes=data.are_prefixes)
-
-
 class Splits(NamedTuple):
     """The files of a data path, {bucket: files} each. `val` is empty if no folder or name states a
     split. `stray`: files that are neither in train/ nor in the folders beside it."""

@@ -306,8 +306,10 @@ def _make(
     finally:
         _keep(folder, records)
     if errors and isinstance(errors[0], OSError) and errors[0].errno in FULL:
-        done = f"{len(records)} of {counted(len(keys), 'file')}"
-        raise _no_room(folder, errors[0], done) from None
+        raise OSError(
+            f"{folder}: no room for text as parquet ({reason_of(errors[0])}); make room (python -m nanochat.prepare "
+            f"lists what can be deleted), or set NANOCHAT_BASE_DIR to another disk, and run the command again"
+        ) from None
     if errors:
         raise errors[0]
     return records
@@ -323,15 +325,6 @@ def _copy_remote(files: Iterable[TextFile]) -> None:
     num_files = counted(len(copied), "file")
     log.info("text: %s are copied to prepare them (%.1f MB)", num_files, num_bytes / 1e6)
     make_local_copies(copied.values())
-
-
-def _no_room(folder: Path, error: OSError, done: str) -> OSError:
-    """The error of a disk that is full. `done`: how much was finished before."""
-    return OSError(
-        f"{folder}: no room for text as parquet ({reason_of(error)}; {done} finished); make room, or set "
-        f"NANOCHAT_BASE_DIR to another disk, and run the command again; python -m nanochat.prepare lists "
-        f"what can be deleted"
-    )
 
 
 def _keep(folder: Path, records: Records) -> None:

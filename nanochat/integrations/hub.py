@@ -28,8 +28,9 @@ from urllib.parse import quote, urljoin
 
 from nanochat.common import each, hash_json, parse_json, refuse_secrets, url
 from nanochat.integrations.download import hub_access
+from nanochat.integrations.remote_files import poll
 from nanochat.integrations.web import KNOWN, File, RangePath, explain_status, own_cache
-from nanochat.integrations.web_client import Answer, Key, get, origin_of, poll
+from nanochat.integrations.web_client import Answer, Key, get, origin_of
 from nanochat.text import text_suffix
 
 PAGE_BYTES = 64 << 20  # the largest answer of the Hub's API that is read

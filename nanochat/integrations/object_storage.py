@@ -40,7 +40,6 @@ import atexit
 import contextlib
 import functools
 import importlib.util
-import io
 import logging
 import math
 import os
@@ -55,30 +54,26 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path, PurePosixPath
 from types import SimpleNamespace
-from typing import Any, BinaryIO, Literal, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from nanochat.common import (
-    Remote,
-    Stop,
-    atomic_open,
-    check_stop,
-    each,
-    get_base_dir,
-    hash_json,
-    refuse_secrets,
-    url,
+from nanochat.common import each, refuse_secrets, url
+from nanochat.integrations.remote_files import (
+    PROXY,
+    REQUEST_BYTES,
+    TRIES,
+    Changed,
+    Garbled,
+    PinnedPath,
+    poll,
 )
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-REQUEST_BYTES = 4 << 20  # the largest range of one request
 PART_BYTES, KEPT_PARTS = 1 << 18, 1024  # for files that lanes read in order: 256 MB in total
-TRIES = 5  # attempts to get an answer that fits the request
 ADVICE = "restore the old object, or start a new run (--model-tag)"
-PROXY = "bypass the proxy that changes requests between this machine and object storage"
 # The first of these variables that is set holds the endpoint of S3. If none is set, the endpoint is
 # AWS.
 ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_S3_ENDPOINT_URL", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
@@ -144,15 +139,6 @@ class Stat:
     path: str
     size: int
     etag: str  # "" if the service sends none
-
-
-class Changed(ValueError):
-    """The object is not the pinned version any more."""
-
-
-class Garbled(OSError):
-    """The answer does not fit the request, or the service cannot answer it just now. obstore does
-    not retry then, but a retry may help."""
 
 
 class Failure(NamedTuple):
@@ -528,18 +514,15 @@ def request(
         ANSWERED.add(bucket_name)
         return answer
 
-    def poll() -> None:
-        """Raise Stop if a stop was requested or the program ends; warn of a request that takes long."""
-        check_stop()
-        # At exit Python joins the threads of pools before it calls anything that could stop them.
-        if getattr(threading, "_SHUTTING_DOWN", False):
-            raise Stop("the program ends")
+    def poll_and_warn() -> None:
+        """`poll`, and warn of a request that takes long."""
+        poll()
         now = time.monotonic()
         if now - max(start, _last_warning[0]) > patience.log_every_s:
             _last_warning[0] = now  # one warning for all pending requests
             log.warning("%s: still waiting for object storage (%.0f s)", what, now - start)
 
-    return next(each(call_until_valid, [None], poll=poll))
+    return next(each(call_until_valid, [None], poll=poll_and_warn))
 
 
 @atexit.register
@@ -640,8 +623,10 @@ def open_path(path: str) -> "RemotePath":
     return RemotePath(path)
 
 
-class RemotePath(Remote):
+class RemotePath(PinnedPath):
     """A path in object storage."""
+
+    copies = "object_storage"
 
     def is_dir(self) -> bool:
         return next(self.walk(), None) is not None
@@ -680,15 +665,14 @@ class RemotePath(Remote):
             raise FileNotFoundError(f"{self}: no such object")
         return stat
 
-    def stat(self) -> os.stat_result:
-        """The size, and the mode of a read-only file."""
-        return os.stat_result((0o100444, 0, 0, 1, 0, 0, self.pinned().size, 0, 0, 0))
+    def read(self, begin: int, end: int) -> bytes:
+        return read_parts(self.pinned(), begin, end)
 
-    def etag(self) -> str:
-        return self.pinned().etag
+    def pieces(self) -> Iterator[memoryview]:
+        return read_whole(self.pinned())
 
-    def open(self, mode: Literal["rb"], buffering: int = -1) -> BinaryIO:
-        return io.BufferedReader(RemoteFile(self.pinned()), max(buffering, io.DEFAULT_BUFFER_SIZE))
+    def copy_folder(self) -> Sequence[str]:
+        return split(str(self.parent))[1:]
 
     def open_reader(self, dtype: np.dtype) -> RemoteReader:
         return RemoteReader(self, dtype)
@@ -702,41 +686,3 @@ class RemotePath(Remote):
         kept_range.cache_clear()
         open_bucket.cache_clear()
         ANSWERED.clear()
-
-    def local_copy(self, cache: Path | str | None = None) -> Path:
-        """A local copy in CACHE/BUCKET/FOLDER. Its name begins with a hash of size and ETag, so
-        another version's copy is never used, and processes that copy at the same time write the
-        same bytes."""
-        stat = self.pinned()
-        folder = Path(cache or get_base_dir() / "object_storage", *split(str(self.parent))[1:])
-        copy = folder / f"{hash_json([stat.size, stat.etag])[:12]}-{self.name}"
-        if not copy.is_file() or copy.stat().st_size != stat.size:
-            folder.mkdir(parents=True, exist_ok=True)
-            with atomic_open(copy) as f:
-                f.writelines(read_whole(stat))
-        return copy
-
-
-class RemoteFile(io.RawIOBase):
-    """An object as a binary file."""
-
-    def __init__(self, pinned: Stat):
-        super().__init__()
-        self.pinned, self._at = pinned, 0
-
-    def readable(self) -> bool:
-        return True
-
-    seekable = readable
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        self._at = max(0, offset + (0, self._at, self.pinned.size)[whence])
-        return self._at
-
-    def readinto(self, buffer: Any) -> int:
-        begin, end = self._at, min(self._at + len(buffer), self.pinned.size)
-        if begin >= end:
-            return 0
-        buffer[: end - begin] = read_parts(self.pinned, begin, end)
-        self._at = end
-        return end - begin

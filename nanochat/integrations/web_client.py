@@ -28,7 +28,6 @@ import logging
 import math
 import os
 import re
-import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -38,7 +37,7 @@ from urllib.parse import urljoin, urlsplit
 import urllib3
 from requests import utils
 
-from nanochat.common import Stop, check_stop
+from nanochat.common import check_stop
 
 log = logging.getLogger(__name__)
 
@@ -274,10 +273,3 @@ def _warn_of_wait(sentence: str) -> bool:
         _last_warning[0] = now
         log.warning("%s", sentence)
     return is_due
-
-
-def poll() -> None:
-    """Raise Stop if the program should stop, or ends."""
-    check_stop()
-    if getattr(threading, "_SHUTTING_DOWN", False):
-        raise Stop("the program ends")

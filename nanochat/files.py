@@ -51,8 +51,8 @@ from nanochat.common import (
     refuse_secrets,
     storage_of,
 )
-from nanochat.text import PLAIN_TEXT, SUFFIXES, text_suffix
-from nanochat.text_kinds import is_json_lines, saved_files, warn_once
+from nanochat.text import PLAIN_TEXT, SUFFIXES, text_suffix, warn_once
+from nanochat.text_kinds import is_json_lines, saved_files
 
 log = logging.getLogger(__name__)
 

@@ -75,8 +75,8 @@ from nanochat.common import (
     write_json,
 )
 from nanochat.pins import DATA_MANIFEST, read_manifests
-from nanochat.text import ORIGIN, TEXT_BYTES, Numbered, Selection, Skipped, prepared_dir
-from nanochat.text_kinds import describe_skipped, numbered_documents, warn_once
+from nanochat.text import ORIGIN, TEXT_BYTES, Numbered, Selection, Skipped, prepared_dir, warn_once
+from nanochat.text_kinds import describe_skipped, numbered_documents
 
 log = logging.getLogger(__name__)
 

@@ -59,8 +59,9 @@ from nanochat.text import (
     TEXT_FIELD,
     Selection,
     text_suffix,
+    warn_once,
 )
-from nanochat.text_kinds import no_document, refuse_nulls, warn_once
+from nanochat.text_kinds import no_document, refuse_nulls
 from nanochat.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)

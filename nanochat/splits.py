@@ -39,8 +39,7 @@ from nanochat.files import (
 )
 from nanochat.pins import Manifest, Manifests, contents_of
 from nanochat.sources import reader_class, scan_all
-from nanochat.text import ALL, PLAIN_TEXT, Selection, fetch_footers, text_suffix
-from nanochat.text_kinds import warn_once
+from nanochat.text import ALL, PLAIN_TEXT, Selection, fetch_footers, text_suffix, warn_once
 
 POINTERS = (b"version https://git-lfs.github.com/", b"/annex/objects/")  # how they begin
 POINTER_BYTES = 1 << 10  # no pointer is larger

@@ -37,7 +37,16 @@ import pyarrow.parquet as pq
 from tqdm import tqdm
 
 from nanochat.cli import Decides, setting
-from nanochat.common import AnyPath, Remote, as_path, counted, each, get_base_dir, parse_json
+from nanochat.common import (
+    AnyPath,
+    Remote,
+    as_path,
+    counted,
+    each,
+    get_base_dir,
+    get_dist_info,
+    parse_json,
+)
 
 log = logging.getLogger(__name__)
 
@@ -65,6 +74,13 @@ def text_suffix(name: str) -> str:
     return next(
         (suffix for suffix in (*SUFFIXES, *JSON_LINES, *PLAIN_TEXT) if name.endswith(suffix)), ""
     )
+
+
+@functools.cache
+def warn_once(line: str) -> None:
+    """Warn, once per process, on rank 0."""
+    if get_dist_info()[1] == 0:
+        log.warning("%s", line)
 
 
 # ---- which documents are read --------------------------------------------------------------------

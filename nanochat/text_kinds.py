@@ -5,12 +5,10 @@ parquet, so nanochat/prepare.py uses this module once per file.
 """
 
 import contextlib
-import functools
 import gzip
 import io
 import itertools
 import json
-import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -23,7 +21,6 @@ from nanochat.common import (
     Remote,
     as_path,
     counted,
-    get_dist_info,
     local_copy,
     read_json,
 )
@@ -46,9 +43,8 @@ from nanochat.text import (
     read_footer,
     read_metadata,
     text_suffix,
+    warn_once,
 )
-
-log = logging.getLogger(__name__)
 
 CODECS = {".gz": "gzip", ".zst": "zstd"}
 EMPTY_BYTES = 1 << 20  # a larger file counts as one with documents
@@ -121,13 +117,6 @@ def describe_skipped(path: AnyPath, selection: Selection, skipped: Skipped) -> l
         broken = counted(skipped["count"], "broken line")
         lines.append(f"{path}: {broken} skipped; the first is line {number}: {why}")
     return lines
-
-
-@functools.cache
-def warn_once(line: str) -> None:
-    """Warn, once per process, on rank 0."""
-    if get_dist_info()[1] == 0:
-        log.warning("%s", line)
 
 
 def no_document(files: Sequence[AnyPath], selection: Selection, skipped: Skipped) -> ValueError:

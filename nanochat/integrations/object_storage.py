@@ -114,8 +114,6 @@ KEYS_HINT = {
     "az": "AZURE_STORAGE_ACCOUNT_NAME, AZURE_STORAGE_ACCOUNT_KEY",
     "msc": "MSC_CONFIG",
 }
-# No path can name an object with such a key: one part is "", "." or "..", or might be a secret.
-UNUSABLE_KEY = re.compile(r"(^|/)\.{0,2}(/|$)|:[^@]*@|\?")
 
 
 @dataclass(frozen=True)
@@ -278,24 +276,8 @@ class Bucket:
             return None
 
     def list_below(self, prefix: str) -> list[Stat]:
-        """All objects that a path can name below a prefix. A warning gives the number of others;
-        but obstore refuses a whole listing for one key with an empty part, '.' or '..'."""
-        stats = self._list(prefix)
-        usable = [stat for key, stat in stats.items() if not UNUSABLE_KEY.search(key.rstrip("/"))]
-        if len(usable) < len(stats):
-            log.warning(
-                "%s/%s: skipping %d objects that no path can name (a part of the key is empty, '.' or '..', "
-                "or might be a secret)",
-                self.name,
-                prefix,
-                len(stats) - len(usable),
-            )
-        return usable
-
-    def _list(self, prefix: str) -> dict[str, Stat]:
-        """{key: description} of all objects below a prefix. Programs mark folders by empty objects
-        whose keys end with a slash, which obstore drops, as in corpus.parquet/: these are left
-        out."""
+        """All objects below a prefix. Programs mark folders by empty objects whose keys end with a
+        slash, which obstore drops, as in corpus.parquet/: these are left out."""
         stats: dict[str, Stat] = {}
         for metas in self.obs.list(self.store, prefix or None):
             for meta in metas:
@@ -307,11 +289,11 @@ class Bucket:
         empty = [key for key, stat in stats.items() if not stat.size]
         alone = [key for key in empty if key not in folders and PurePosixPath(key).suffix]
         missing = {key for key, stat in zip(alone, each(self.head, alone)) if stat is None}
-        return {
-            key: stat
+        return [
+            stat
             for key, stat in stats.items()
             if key not in missing and (stat.size or key not in folders)
-        }
+        ]
 
     def get(self, key: str, begin: int, end: int, pinned: Stat) -> memoryview:
         """Bytes begin .. end - 1 of the pinned version of an object."""

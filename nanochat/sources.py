@@ -12,6 +12,7 @@ nanochat/source_xyz.py is found by its name. Of the settings of text, it receive
     manifests --check_files--> the same, or an error that names the changed file, when it resumes
 """
 
+import contextlib
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -34,7 +35,7 @@ from nanochat.common import (
     make_local_copies,
     open_door,
 )
-from nanochat.files import BUCKET, data_at, list_files
+from nanochat.files import BUCKET, DataPath, data_at, list_files
 from nanochat.order import Joined
 from nanochat.pins import (
     PIN,
@@ -454,6 +455,32 @@ def check(manifest: Manifest, folder: AnyPath | None = None, *, strict: bool = F
     split = manifest.get("part", "train")
     present = check_files({split: {BUCKET: manifest}}, folder, folder, strict=strict)
     return present[split][BUCKET]
+
+
+def warn_of_arrivals(manifests: Manifests, data: DataPath, data_format: str, began: float) -> None:
+    """Warn about files that arrived in a run's data folder after it `began` (seconds since the
+    epoch). It does not read them. Files in object storage have no time of arrival."""
+    if data.files:
+        return
+    known = set()
+    for buckets in manifests.values():
+        for manifest in buckets.values():
+            known |= {as_path(manifest["root"]) / entry["name"] for entry in manifest["files"]}
+    root = data.folder.resolve()
+    arrived = []
+    with contextlib.suppress(OSError, ValueError):  # the run does not read what is wrong here
+        for file in list_files(data, data_format).data:
+            is_known = root / file.relative_to(data.folder) in known
+            if not is_known and file.stat().st_ctime > began:
+                arrived.append(file)
+    if arrived:
+        log.warning(
+            "%s: not reading %s that arrived after this run began: %s; to read them, start a new run "
+            "(--model-tag)",
+            data,
+            counted(len(arrived), "file"),
+            few(arrived, data.folder),
+        )
 
 
 def check_own_file(path: AnyPath, entry: Pin) -> None:

@@ -105,7 +105,7 @@ from nanochat.run_settings import build_model as build_model  # forks import it 
 from nanochat.run_settings import derive, device_memory, how_to_extend, resolve
 from nanochat.run_settings import estimate_memory as estimate_memory
 from nanochat.schedule import Horizon, HorizonSettings
-from nanochat.sources import RunData, check_files, open_data
+from nanochat.sources import RunData, check_files, open_data, warn_of_arrivals
 from nanochat.steps import Progress
 from nanochat.stream import open_stream
 from nanochat.tokenizer import (
@@ -669,7 +669,10 @@ def find_data(
             return check_files(manifests, *folders, strict=settings.strict)
         data = data_at(settings.data_path or "")
         val = None if settings.val_path is None else data_at(settings.val_path).folder
-        return check_files(manifests, data.folder, val, strict=settings.strict)
+        found = check_files(manifests, data.folder, val, strict=settings.strict)
+        began = (start.run_dir / CONFIG_NAME).stat().st_mtime
+        warn_of_arrivals(found, data, settings.data_format, began)
+        return found
 
     manifests = start.manifests or on_rank0(pinned)
 

@@ -15,8 +15,9 @@ import pytest
 
 from nanochat import prepare
 from nanochat.common import Stop, check_stop, stops_if
+from nanochat.files import data_at
 from nanochat.pins import fingerprint
-from nanochat.sources import check, check_files, open_source, scan
+from nanochat.sources import check, check_files, open_source, scan, warn_of_arrivals
 from nanochat.splits import pin_files
 from nanochat.text import ALL, Selection
 from scripts import inspect_data, receipt, verify
@@ -336,6 +337,17 @@ def test_a_file_that_arrives_later_does_not_change_a_run(data):
     assert check_files(manifests, data) == manifests
 
 
+def test_a_file_that_arrived_after_the_run_began_is_named(data, caplog):
+    manifests = pin_files(data)
+    write_jsonl(data / "new/d.jsonl", DOCUMENTS)
+    began = (data / "new/d.jsonl").stat().st_ctime
+    warn_of_arrivals(manifests, data_at(data), "text", began)
+    assert not caplog.messages
+    warn_of_arrivals(manifests, data_at(data), "text", began - 0.01)
+    [message] = caplog.messages
+    assert "1 file that arrived after this run began: new/d.jsonl" in message
+
+
 # ---- the command ---------------------------------------------------------------------------------
 
 
@@ -494,7 +506,8 @@ def test_a_run_on_jsonl_resumes_with_the_same_digests_after_its_folder_is_remove
         training.succeed(data_path=text, num_iterations=2, model_tag="resumed")
         assert prepare.main([*(folder.name for folder in folders(base)), "--remove"]) == 0
         write_jsonl(text / "c.jsonl", ["new"])
-        training.succeed(data_path=text, model_tag="resumed")  # c.jsonl arrived too late
+        outcome = training.succeed(data_path=text, model_tag="resumed")
+        assert "not reading 1 file that arrived after this run began: c.jsonl" in outcome.err
         assert training.digests() == training.digests("resumed") and len(training.digests()) == 4
 
         capsys.readouterr()

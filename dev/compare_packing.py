@@ -39,7 +39,7 @@ from nanochat.files import find_files
 from nanochat.order import StreamConfig
 from nanochat.packing import BestFit
 from nanochat.sources import open_source, scan
-from nanochat.splits import find_buckets
+from nanochat.splits import group_by_bucket
 from nanochat.text_kinds import read_texts
 from nanochat.tokenizer import RustBPETokenizer
 
@@ -101,7 +101,7 @@ def lengths_of(work: Path, data_path: Path, vocab_size: int) -> dict[str, np.nda
     if not cache.exists():
         texts = {
             bucket: [text for file in files for text in read_texts(file)]
-            for bucket, files in find_buckets(data_path).items()
+            for bucket, files in group_by_bucket(find_files(data_path), data_path).items()
         }
         everything = list(itertools.chain(*texts.values()))
         tokenizer = RustBPETokenizer.train_from_iterator(iter(everything[::4]), vocab_size)
@@ -188,7 +188,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     cases = [
         (v, mix, T)
         for v in VOCABULARIES
-        for mix in mixes(sorted(find_buckets(args.data_path)))
+        for mix in mixes(sorted(group_by_bucket(find_files(args.data_path), args.data_path)))
         for T in LENGTHS
     ]
     for vocab_size, mix, T in tqdm(cases, desc="mixes", disable=None):

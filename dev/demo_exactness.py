@@ -33,8 +33,9 @@ from dev.measure import print_setup
 from nanochat.cli import EXIT_HALTED, Parser, run_main
 from nanochat.common import atomic_open, read_json, table
 from nanochat.engine import load_model
+from nanochat.files import find_files
 from nanochat.run_dir import PLAN_NAME
-from nanochat.splits import find_buckets
+from nanochat.splits import group_by_bucket
 from nanochat.text_kinds import read_texts
 from nanochat.tokenizer import RustBPETokenizer
 from scripts import compare_runs, repeat, tok_shards, tok_train
@@ -136,7 +137,7 @@ def one_hash(seed: int) -> bool:
 def make_data(data_path: Path, base: Path, max_chars: int) -> list[str]:
     """Write to the base directory text/BUCKET, the first documents of each bucket and a few of them
     for validation, and a tokenizer trained on them. Returns the buckets."""
-    buckets = find_buckets(data_path)
+    buckets = group_by_bucket(find_files(data_path), data_path)
     for bucket, files in buckets.items():
         documents, chars = [], 0
         for document in itertools.chain.from_iterable(map(read_texts, files)):
@@ -247,7 +248,9 @@ def bits_per_byte(tag: str, text: str) -> float:
 
 def left_out(data_path: Path, base: Path) -> bool:
     """Train twice, the second time without one document that the first run reads half-way."""
-    bucket = make_data(data_path / max(find_buckets(data_path)), base, CHARS["left-out"])[-1]
+    bucket = make_data(
+        data_path / max(group_by_bucket(find_files(data_path), data_path)), base, CHARS["left-out"]
+    )[-1]
     settings = {
         **MODEL,
         "data_path": base / "text" / bucket,

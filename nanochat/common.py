@@ -247,10 +247,6 @@ class Remote(PurePosixPath):
         """Itself, in the state that `root`, a run's pinned `resolve`, names of the same data."""
         return self
 
-    def beside(self) -> list[str]:
-        """The names in the nearest folder above it, if they are known without much asking."""
-        return []
-
     def sha256(self) -> str:
         """The SHA-256 of an object's bytes, if that is known without reading it, else ""."""
         return ""

@@ -216,23 +216,15 @@ class Curriculum:
         """Maximum number of passes over a bucket; 0 = unlimited."""
         return self.max_epochs.get(bucket, 1)
 
-    def check_buckets(
-        self, available: Collection[str], nested: Mapping[str, str] | None = None
-    ) -> None:
-        """ValueError if a phase names a bucket that is not available. `nested`: {name: path above it}
-        of folders that would be buckets if --data-path named that path."""
-        above, *others = {(nested or {}).get(bucket) for bucket in self.buckets}
+    def check_buckets(self, available: Collection[str]) -> None:
+        """ValueError if a phase names a bucket that is not available."""
         for number, phase in enumerate(self.phases, 1):
             for bucket in phase.mix:
-                if bucket in available:
-                    continue
-                remedy = _hint(bucket, available)
-                if above is not None and not others:
-                    remedy = f"; {above} has: pass --data-path={above}"
-                raise ValueError(
-                    f"--curriculum: phase {number} mixes {_show(bucket)}, but the data has no such "
-                    f"bucket{remedy}"
-                )
+                if bucket not in available:
+                    raise ValueError(
+                        f"--curriculum: phase {number} mixes {_show(bucket)}, but the data has no such "
+                        f"bucket, which is a subfolder of --data-path{_hint(bucket, available)}"
+                    )
 
     def phase_rows(self, T: int, V: int) -> list[int]:
         """Each phase's length in rows per lane, 0 for a phase without duration. ValueError if another

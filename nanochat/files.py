@@ -11,7 +11,7 @@ The files that a data path names: which of them are data, and which are not read
 Suffixes of text may be in upper or lower case. A .json file is data if it has one object per line;
 a single array or object is not read. `list_files` lists every file that is not read, except those
 about the data (README, LICENSE, logs), and commands print that list. All of these paths may be in
-object storage.
+object storage. Hidden files of other kinds, such as __init__.py, are not listed.
 
 **Links.** The tree below DIR is what `find -L DIR` prints: every link is followed, except one to a
 folder that contains the link, which would never end. A file that is reachable by two names, or
@@ -46,24 +46,23 @@ from nanochat.common import (
     get_base_dir,
     local_copy,
     make_local_copies,
-    parse_json,
     read_json,
     reason_of,
     refuse_secrets,
     storage_of,
 )
-from nanochat.text import PLAIN_TEXT, SUFFIXES, text_suffix
-from nanochat.text_kinds import is_json_lines, saved_files, warn_once
+from nanochat.text import PLAIN_TEXT, SUFFIXES, text_suffix, warn_once
+from nanochat.text_kinds import is_json_lines, saved_files
 
 log = logging.getLogger(__name__)
 
 # suffixes by --data-format
 FORMATS = {"text": SUFFIXES, "shards": (".bin",), "megatron": (".bin",)}
 MAGICS = {"shards": b"GPTS", "megatron": b"MMIDIDX\x00\x00"}  # an .idx begins with it
-GPT_SIMPLE = {"pretokenized": "shards", "jsonl": "text"}  # gpt-simple's names of formats
 GET_DATA = (
     "download data with python -m nanochat.dataset -n 8, make a sample from files on this machine with python "
-    "-m dev.make_sample_corpus, or name a folder of yours"
+    "-m dev.make_sample_corpus, or name a folder of yours, hf://datasets/OWNER/NAME, or token files without .bin "
+    "(with --data-format)"
 )
 LIST_BYTES = 64 << 20  # the largest text file that may list addresses
 BUCKET = "data"  # the name of the bucket if there is only one
@@ -100,19 +99,6 @@ METADATA = frozenset(
     )
 )
 KNOWN_KINDS = mimetypes.MimeTypes()  # Python's own table: no file of this machine is read
-TABLES_AND_ARCHIVES = (
-    ".csv",
-    ".tsv",
-    ".xml",
-    ".json",
-    ".txt",
-    ".zip",
-    ".tar",
-    ".tgz",
-    ".gz",
-    ".bz2",
-    ".xz",
-)
 # folders of what Spark, Delta Lake and Python note beside data
 NOTES = frozenset(("_temporary", "_delta_log", "__pycache__"))
 NEVER_DATA = (".md", ".rst", ".yaml", ".yml", ".toml", ".log", ".lock")  # not in that table
@@ -286,11 +272,6 @@ def data_at(path: AnyPath | str) -> DataPath:
     commas, or remote text files, separated by commas or listed in a text file. FileNotFoundError or
     ValueError for a list of which some files do not exist."""
     place = as_path(path)
-    page = HUB_PAGE.fullmatch(str(path))
-    if page and not text_suffix(place.name):
-        raise ValueError(
-            f"{path}: the page of a data set; name it hf://datasets/{page[1]}, with @REVISION and /FOLDER if needed"
-        )
     listed = paths_in(path)
     is_list_of_objects = len(listed) > 1 and all(map(storage_of, listed))
     if is_list_of_objects and all(map(text_suffix, listed)):
@@ -406,46 +387,28 @@ def _check_format_name(data_format: str) -> None:
     own_source = Path(__file__).parent / f"source_{data_format}.py"
     if data_format in FORMATS or own_source.is_file():
         return
-    hint = did_you_mean(data_format, FORMATS)
-    if data_format in GPT_SIMPLE:
-        hint = f"; gpt-simple's {data_format} is called {GPT_SIMPLE[data_format]} here"
     raise ValueError(
         f"--data-format: got {data_format!r}, expected {', '.join(FORMATS)}, or a "
-        f"NAME with a nanochat/source_NAME.py{hint}"
+        f"NAME with a nanochat/source_NAME.py{did_you_mean(data_format, FORMATS)}"
     )
 
 
 def no_such_data(path: AnyPath) -> FileNotFoundError:
-    """The error for a data path that names nothing: what it may mean, and what is beside it."""
+    """The error for a data path that names nothing, with what is beside it."""
+    beside: list[str] = []
+    if isinstance(path, Path) and is_folder(path.parent):
+        others = sorted(path.parent.iterdir())
+        names = [other.name for other in others if is_folder(other) or _is_data(other.name)]
+        beside = [name for name in names if not name.startswith((".", "_"))]
     kind = "file" if _is_data(path.name) else "folder"
-    return FileNotFoundError(f"{path}: no such data {kind}{_hint_for(path)}")
+    listed = f"; beside it: {', '.join(beside[:8])}" if beside else ""
+    hint = did_you_mean(path.name, beside) or f"{listed}; {GET_DATA}"
+    return FileNotFoundError(f"{path}: no such data {kind}{hint}")
 
 
 def _is_data(name: str) -> bool:
     """Whether a name is that of a file of any --data-format."""
     return any(has_suffix(name, suffixes) for suffixes in FORMATS.values())
-
-
-def _hint_for(path: AnyPath) -> str:
-    """What a data path that names nothing may mean."""
-    beside: list[str] = []
-    has_parent = not isinstance(path, Remote) and is_folder(path.parent)
-    if isinstance(path, Remote):
-        beside = path.beside()
-    elif has_parent:
-        others = sorted(path.parent.iterdir())
-        beside = [other.name for other in others if is_folder(other) or _is_data(other.name)]
-        beside = [name for name in beside if not name.startswith((".", "_"))]
-    if hint := did_you_mean(path.name, beside):
-        return hint
-    if any(character in path.name for character in "*?["):
-        return "; patterns are not expanded: name the folder, or its files with commas between them"
-    if not has_parent and OWNER_NAME.fullmatch(str(path)):
-        return f"; a data set on the Hub is named hf://datasets/{path}"
-    listed = f"; beside it: {', '.join(beside[:8])}" if beside else ""
-    if isinstance(path, Remote):
-        return listed
-    return f"{listed}; {GET_DATA} (token files may be named without .bin if --data-format is set)"
 
 
 def find_files(path: AnyPath | str, data_format: str = "text") -> list[AnyPath]:
@@ -469,9 +432,7 @@ def _list_folder(path: AnyPath, data_format: str, suffixes: Sequence[str]) -> Li
     data = [entry for entry in files if has_suffix(entry.path.name, suffixes)]
     ignored: dict[str, list[AnyPath]] = {}
     if data_format == "text":
-        sources = [entry for entry in entries if entry.kind == "file"]
-        sources = [entry for entry in sources if _is_hidden_source(entry.path.relative_to(path))]
-        reasons = _not_documents([entry.path for entry in [*files, *sources]])
+        reasons = _not_documents([entry.path for entry in files])
         data = [entry for entry in data if entry.path not in reasons]
         own_tokenizer = path / OWN_TOKENIZER
         for file, reason in reasons.items():
@@ -501,28 +462,15 @@ def _list_folder(path: AnyPath, data_format: str, suffixes: Sequence[str]) -> Li
         _check_pairs([entry.path for entry in files])
         _check_listed(path, [entry.path for entry in files])
     if not found:
-        hint = _why_none(path, [entry.path for entry in files], data_format)
         not_read = f" ({describe_ignored(path, ignored)})" if ignored else ""
-        raise FileNotFoundError(f"{path}: no {', '.join(suffixes)} file below it{not_read}; {hint}")
+        raise FileNotFoundError(
+            f"{path}: no {', '.join(suffixes)} file below it{not_read}; check --data-path and --data-format "
+            f"({', '.join(FORMATS)}): an interrupted scripts.tok_shards resumes, and scripts.convert_shards reads "
+            f"nanoGPT's and llm.c's .bin files"
+        )
     if isinstance(path, Remote) or any(entry.linked for entry in data):
         _warn_of_copies(path, found)
     return Listing(found, ignored)
-
-
-def _why_none(folder: AnyPath, files: Sequence[AnyPath], data_format: str) -> str:
-    """What to do about a folder in which no file is of the run's format."""
-    if data_format != "text" and folder / OWN_TOKENIZER in files:
-        return "if scripts.tok_shards was to write it, it has not finished: give its command again"
-    formats = [
-        name
-        for name, suffixes in FORMATS.items()
-        if name != data_format and any(has_suffix(file.name, suffixes) for file in files)
-    ]
-    if not formats:
-        return "check --data-path"
-    if data_format == "text" and not any(file.suffix == ".idx" for file in files):
-        return "scripts.convert_shards reads nanoGPT's or llm.c's .bin files, which have no .idx"
-    return f"it has files for --data-format {' or '.join(formats)}"
 
 
 def is_hidden(name: PurePath, data_format: str = "text") -> bool:
@@ -534,15 +482,6 @@ def is_hidden(name: PurePath, data_format: str = "text") -> bool:
         return not NOTES.isdisjoint(name.parts)
     parts = name.parts if data_format == "text" else name.parts[:-1]
     return any(part.startswith("_") for part in parts)
-
-
-def _is_hidden_source(name: PurePath) -> bool:
-    """Whether a hidden relative path may be a text that somebody misses, such as __init__.py, and
-    not what a program notes beside data: a marker without a suffix, a checksum, a cache."""
-    if not is_hidden(name) or has_suffix(name.name, SUFFIXES):
-        return False
-    is_note = name.suffix in ("", ".crc") or not NOTES.isdisjoint(name.parts)
-    return not is_note
 
 
 def _refuse_dangling(folder: AnyPath, links: Sequence[AnyPath], suffixes: Sequence[str]) -> None:
@@ -558,9 +497,9 @@ def _refuse_dangling(folder: AnyPath, links: Sequence[AnyPath], suffixes: Sequen
 
 
 def _is_other_kind(name: str, suffixes: Sequence[str]) -> bool:
-    """Whether a name in lower case is that of a kind of file that is never data: a program, a
-    picture. Tables and archives may hold data, though none is read from them."""
-    if has_suffix(name, suffixes) or name.endswith(TABLES_AND_ARCHIVES):
+    """Whether a name in lower case is that of a kind of file that is not read: a program, a
+    picture."""
+    if has_suffix(name, suffixes):
         return False
     return name.endswith(NEVER_DATA) or KNOWN_KINDS.guess_type(name)[0] is not None
 
@@ -601,28 +540,15 @@ def unfinished(folder: AnyPath, entries: Iterable[Entry]) -> str:
     entries = list(entries)
     begun = {entry.path.parent for entry in entries if entry.kind == "records"}
     finished = {entry.path.parent for entry in entries if entry.path.name == MANIFEST_NAME}
-    missing = [one for one in sorted(begun - finished) if not _is_empty(one)]
+    missing = sorted(begun - finished)
     if not missing:
         return ""
-    upload = " and upload the rest" if isinstance(folder, Remote) else ""
     return (
         f"{folder}: scripts.tok_shards has not finished it: {MANIFEST_NAME} is missing in {len(missing):,} of "
         f"{counted(len(begun), 'folder')} ({few(missing, folder)}); run the same command again (with --num-tasks, "
-        f"every task and then --finish){upload}, or delete {RECORDS} in these folders to use the files that are there"
+        f"every task and then --finish), upload the rest of a copy, or delete {RECORDS} in these folders to use the "
+        f"files that are there"
     )
-
-
-def _is_empty(folder: AnyPath) -> bool:
-    """Whether scripts.tok_shards has recorded only inputs that have no document for this folder.
-    Older code then wrote no manifest."""
-    records = folder / RECORDS
-    files = [*(records.walk() if isinstance(records, Remote) else records.glob("*.json"))]
-    shape = {"shard": {"entries": int}}
-    try:
-        made = [parse_json(local_copy(file).read_bytes(), file, shape) for file in files]
-    except (OSError, ValueError):
-        return False
-    return bool(made) and not any(record["shard"]["entries"] for record in made)
 
 
 def _check_pairs(files: Sequence[AnyPath]) -> None:
@@ -677,12 +603,9 @@ def _warn_of_copies(folder: AnyPath, files: Sequence[AnyPath]) -> None:
     copies = [some for some in names.values() if len(some) > 1]
     if copies:
         first, second = (file.relative_to(folder) for file in copies[0][:2])
-        remedy = "delete the links that are not wanted"
-        if isinstance(folder, Remote):
-            remedy = "name the folder, or the files, that you want"
         warn_once(
             f"{folder}: {counted(len(copies), 'file')} reachable by several names, so the documents are read "
-            f"once for each name ({second} is {first}); {remedy}"
+            f"once for each name ({second} is {first}); name the folder, or the files, that you want, or delete links"
         )
 
 
@@ -734,14 +657,9 @@ def find_prefixes(data_path: str) -> list[AnyPath]:
         if not is_file(file) and not is_file(file.with_suffix(".idx")):
             if len(parts) == 1:
                 return []
-            if is_folder(as_path(prefix)):
-                raise ValueError(
-                    f"{prefix}: a folder, of which --data-path takes only one; name the folder around them (a "
-                    f"--curriculum selects some of its subfolders), or list their files"
-                )
             raise FileNotFoundError(
-                f"{prefix}: neither {file.name} nor its .idx exists; set --data-path to a folder, "
-                f"or to paths without .bin and .idx, separated by commas"
+                f"{prefix}: neither {file.name} nor its .idx exists; set --data-path to one folder (a --curriculum "
+                f"selects some of its subfolders), or to paths without .bin and .idx, separated by commas"
             )
     return files
 
@@ -780,8 +698,6 @@ def pair_format(path: AnyPath) -> str | None:
 # ---- known data sets -----------------------------------------------------------------------------
 
 HUB = "https://huggingface.co"
-OWNER_NAME = re.compile(r"[\w.-]+/[\w.-]+")
-HUB_PAGE = re.compile(rf"https?://[^/]+/datasets/({OWNER_NAME.pattern})(/(tree|viewer)/.*)?/?")
 MARKER = "dataset.json"  # names the data set of the downloaded shards beside it
 
 

@@ -330,7 +330,7 @@ def files_of_fork(parent: Parent, settings: Settings) -> Manifests:
         if "without_documents" in fork.changes:
             whole = bare(same["train"])
             listed = settings.without_documents
-            same["train"] = whole if listed is None else leave_out(whole, listed, same["val"])
+            same["train"] = whole if listed is None else leave_out(whole, listed)
         return same
     data = data_at(settings.data_path or "")
     list_files(data, settings.data_format)  # a path that names nothing is an error of its own
@@ -397,8 +397,7 @@ def _joined(
                 f"{manifest['root']}/{entry['name']}: {run} read another file of this name{place}; name that one "
                 f"with --data-path, or give this one another name"
             )
-        if "written" in entry:
-            own["written"] = entry["written"]
+
         files.append(own)
     joined: Manifest = {**manifest, "files": files}
     if "joined" in theirs:

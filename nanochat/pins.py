@@ -27,7 +27,7 @@ checkpoint: a run resumes only with the same data.
 """
 
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple, NotRequired, TypedDict
 
@@ -46,7 +46,6 @@ from nanochat.text import Selected, Selection, text_tokens
 
 DATA_MANIFEST = "data_manifest.json"  # in the run directory
 KINDS = {"train": "training", "val": "validation"}  # of files, by their split
-UNKNOWN = ""  # the hash of a file that older code did not pin
 
 
 # ---- the records ---------------------------------------------------------------------------------
@@ -57,18 +56,15 @@ class Pin(TypedDict):
 
     name: str  # relative to the root
     size: int
-    footer: str  # a hash, or UNKNOWN
+    footer: str  # a hash
     groups: list[int]  # number of documents in each
     tokens: NotRequired[int]  # an estimate, if `size` gives none
     etag: NotRequired[str]  # of an object
     sha256: NotRequired[str]  # of its bytes, if the server that has it says so
     blocks: NotRequired[str]  # a hash of a few blocks of a .bin
     parquet: NotRequired[str]  # the prepared file; "" if it is not prepared yet
-    written: NotRequired[list[int | str]]  # [size, footer] that older code pinned
-    nulls: NotRequired[
-        int | None
-    ]  # while it is scanned: their number; None: the footer does not say
-    own_size: NotRequired[int]  # in older code's pin of a prepared file
+    # while it is scanned: their number; None: the footer does not say
+    nulls: NotRequired[int | None]
 
 
 class JoinedFiles(TypedDict):
@@ -95,7 +91,7 @@ PINNED = {"root": str, "files": [PIN]}
 
 def not_pinned_yet(name: str) -> Pin:
     """The pin of a file that is to be prepared."""
-    return {"name": name, "parquet": "", "size": 0, "footer": UNKNOWN, "groups": []}
+    return {"name": name, "parquet": "", "size": 0, "footer": "", "groups": []}
 
 
 def is_prepared(entry: Pin) -> bool:
@@ -127,9 +123,8 @@ def pins_of(entry: Pin) -> list[object]:
 
 
 def contents_of(entry: Pin) -> tuple[int, str]:
-    """What identifies the content of a file under any name: its size and hash. A file that has no
-    hash is known by its name."""
-    return entry["size"], entry["footer"] if entry["footer"] != UNKNOWN else entry["name"]
+    """What identifies the content of a file under any name: its size and hash."""
+    return entry["size"], entry["footer"]
 
 
 def keep_groups(pin: Pin, old: Pin) -> Pin:
@@ -147,10 +142,7 @@ def keep_groups(pin: Pin, old: Pin) -> Pin:
 def fingerprint(manifest: Manifest) -> str:
     """A hash of the contents of a manifest's files, independent of their location, and of the
     options that select their documents."""
-    pins: list[object] = []
-    for entry in manifest["files"]:
-        size, footer = entry.get("written", (entry["size"], entry["footer"]))
-        pins.append([size, footer, entry["groups"], entry.get("tokens")])
+    pins: list[object] = [pins_of(entry) for entry in manifest["files"]]
     pins += manifest.get("joined", [])
     pins += Selection.of(manifest).hashed()
     return hash_json(pins)
@@ -252,21 +244,7 @@ def read_manifests(path: Path) -> Manifests:
                 if not can_be_path(named):
                     raise ValueError(f"{where}: {named!a:.80} cannot be a path; {remedy}")
             _check_without(manifest, where, remedy)
-            manifest["files"] = [_as_pinned_now(entry) for entry in manifest["files"]]
     return manifests
-
-
-def _as_pinned_now(entry: Pin) -> Pin:
-    """The pin of a prepared file, as older code wrote it: by the bytes of the parquet file that it
-    wrote. "written" keeps them, because they are part of the fingerprint in the run's saves."""
-    if "own_size" not in entry:
-        return entry
-    pin = entry.copy()
-    pin["size"] = pin.pop("own_size")
-    pin["footer"] = UNKNOWN
-    pin["parquet"] = ""
-    pin["written"] = [entry["size"], entry["footer"]]
-    return pin
 
 
 def _check_without(manifest: Manifest, where: str, remedy: str) -> None:
@@ -295,22 +273,16 @@ class Listed(NamedTuple):
     row: int | None  # None: all of the file's
 
 
-def _parse_line(
-    line: str, counts: Mapping[str, int], where: str, val_files: Collection[str]
-) -> Listed:
+def _parse_line(line: str, counts: Mapping[str, int], where: str) -> Listed:
     """A line FILE:DOC or FILE:*. `counts`: {file: its documents}. ValueError, which begins with
     `where`, if there is no such document."""
     name, _, row = line.rpartition(":")
     names_documents = row == "*" or row.isdecimal()
-    if names_documents and name not in counts and name in val_files:
-        raise ValueError(
-            f"{where}: {name} is for validation here, and only training documents can be left out; remove the "
-            f"line, or make the list again with scripts.validate --decontaminate"
-        )
     if name not in counts or not names_documents:
         raise ValueError(
-            f"{where}: expected FILE:DOC or FILE:*, where FILE is a training file such as "
-            f"{next(iter(counts))}, and DOC counts its documents from 0"
+            f"{where}: expected FILE:DOC or FILE:*, where FILE is a training file such as {next(iter(counts))}, and "
+            f"DOC counts its documents from 0; remove the line, or make the list again with scripts.validate "
+            f"--decontaminate"
         )
     if row == "*":
         return Listed(name, None)
@@ -358,14 +330,11 @@ def versions_of(buckets: Mapping[str, Manifest]) -> dict[str, str]:
     return versions
 
 
-def leave_out(
-    buckets: Mapping[str, Manifest], list_path: AnyPath | str, val: Mapping[str, Manifest]
-) -> dict[str, Manifest]:
+def leave_out(buckets: Mapping[str, Manifest], list_path: AnyPath | str) -> dict[str, Manifest]:
     """Turn off the targets of the documents that a text file lists: the training manifests get
     "without": {file: numbers of documents}, where None means all of them. Blank lines and lines
-    that begin with # are skipped, but for each `VERSION_LINE`. ValueError names a line without a valid
-    document, such as one of the validation files `val`, and a file that is another version than the
-    list's."""
+    that begin with # are skipped, but for each `VERSION_LINE`. ValueError names a line without a
+    training document, and a file that is another version than the list's."""
     counts: dict[str, int] = {}
     bucket_of: dict[str, str] = {}  # the first bucket with a file of this name
     for bucket, manifest in buckets.items():
@@ -376,7 +345,6 @@ def leave_out(
                 bucket_of[name] = bucket
     versions = versions_of(buckets)
 
-    val_files = {entry["name"] for manifest in val.values() for entry in manifest["files"]}
     listed: dict[str, set[int] | None] = {}
     try:
         lines = local_copy(as_path(list_path)).read_text("utf-8-sig").splitlines()
@@ -394,7 +362,7 @@ def leave_out(
             )
         if not line or line.startswith("#"):
             continue
-        name, row = _parse_line(line, counts, f"{list_path}: line {number}: {line}", val_files)
+        name, row = _parse_line(line, counts, f"{list_path}: line {number}: {line}")
         if row is None:
             listed[name] = None
             continue

@@ -41,7 +41,7 @@ import os
 import re
 import shutil
 import time
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -75,14 +75,13 @@ from nanochat.common import (
     write_json,
 )
 from nanochat.pins import DATA_MANIFEST, read_manifests
-from nanochat.text import ORIGIN, TEXT_BYTES, Numbered, Selection, Skipped, prepared_dir
-from nanochat.text_kinds import describe_skipped, numbered_documents, warn_once
+from nanochat.text import ORIGIN, TEXT_BYTES, Numbered, Selection, Skipped, prepared_dir, warn_once
+from nanochat.text_kinds import describe_skipped, numbered_documents
 
 log = logging.getLogger(__name__)
 
 FORMAT = 1  # of the prepared files
 GROUP_DOCUMENTS = 1024  # per row group
-COMMIT = re.compile(r"@([0-9a-f]{12})[0-9a-f]{28}\b")  # of data on the Hub
 RECORDS = "prepared.json"
 KEEP_S = 10.0  # time between two writes of it
 POLL_S = 0.1  # time between two looks at a lock
@@ -307,8 +306,10 @@ def _make(
     finally:
         _keep(folder, records)
     if errors and isinstance(errors[0], OSError) and errors[0].errno in FULL:
-        done = f"{len(records)} of {counted(len(keys), 'file')}"
-        raise _no_room(folder, errors[0], done) from None
+        raise OSError(
+            f"{folder}: no room for text as parquet ({reason_of(errors[0])}); make room (python -m nanochat.prepare "
+            f"lists what can be deleted), or set NANOCHAT_BASE_DIR to another disk, and run the command again"
+        ) from None
     if errors:
         raise errors[0]
     return records
@@ -324,15 +325,6 @@ def _copy_remote(files: Iterable[TextFile]) -> None:
     num_files = counted(len(copied), "file")
     log.info("text: %s are copied to prepare them (%.1f MB)", num_files, num_bytes / 1e6)
     make_local_copies(copied.values())
-
-
-def _no_room(folder: Path, error: OSError, done: str) -> OSError:
-    """The error of a disk that is full. `done`: how much was finished before."""
-    return OSError(
-        f"{folder}: no room for text as parquet ({reason_of(error)}; {done} finished); make room, or set "
-        f"NANOCHAT_BASE_DIR to another disk, and run the command again; python -m nanochat.prepare lists "
-        f"what can be deleted"
-    )
 
 
 def _keep(folder: Path, records: Records) -> None:
@@ -426,8 +418,7 @@ def _report(
         if skipped.get("nulls"):
             with_nulls[file.path] = skipped["nulls"]
         for line in describe_skipped(file.path, file.selection, {**skipped, "nulls": 0}):
-            is_cut = skipped["count"] > 1 and "broken line" in line
-            warn_once(f"{line} (more in {folder / RECORDS})" if is_cut else line)
+            warn_once(line)
     if with_nulls:
         total = counted(sum(with_nulls.values()), "null")
         files = f"{counted(len(with_nulls), 'file')}: {few(sorted(with_nulls))}"
@@ -436,13 +427,10 @@ def _report(
     if was_ready:
         log.info("text: prepared before, in %s", folder)
         return
-    documents = Counter[str]()
-    for record, file in zip(made, targets.values()):
-        documents[file.split] += record.documents
     log.info(
         "text: %s with %s prepared now as parquet in %s (%.1f MB; python -m nanochat.prepare lists such folders)",
         counted(len({file.path for file in targets.values()}), "file"),
-        " and ".join(f"{counted(n, 'document')} for {USES[key]}" for key, n in documents.items()),
+        counted(sum(record.documents for record in made), "document"),
         folder,
         sum(record.num_bytes for record in made) / 1e6,
     )
@@ -455,18 +443,6 @@ def disk_bytes(folder: Path) -> int:
     """The bytes below a folder. Hard links are counted once."""
     stats = [path.stat() for path in folder.rglob("*") if path.is_file()]
     return sum({(stat.st_dev, stat.st_ino): stat.st_size for stat in stats}.values())
-
-
-def describe_sources(sources: Sequence[str]) -> str:
-    """A few files with their common folder once, and 12 digits of a commit in it."""
-    folder = sources[0].rpartition("/")[0] if sources else ""
-    while folder and not all(source.startswith(f"{folder}/") for source in sources):
-        folder = folder.rpartition("/")[0]
-    if not folder or folder.endswith((":", ":/")):  # as of hf://a/b and hf://c/d
-        return few(sources)
-    names = [source.removeprefix(f"{folder}/") for source in sources]
-    short = COMMIT.sub(r"@\1", folder)
-    return f"{short}: {few(names)}"
 
 
 def _users(base: Path) -> tuple[defaultdict[str, list[str]], list[str]]:
@@ -503,8 +479,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     base = prepared_dir()
     folders = sorted(path for path in base.glob("*") if (path / RECORDS).is_file())
-    older = base.with_name("converted")  # of older versions
-    folders += [older] * older.is_dir()
     known = {folder.name: folder for folder in folders}
     for name in args.names:
         if name not in known:
@@ -524,22 +498,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     for folder in chosen:
         records = _read_records(folder).values()
         sources = sorted({record.source for record in records})
-        made_from = describe_sources(sources)
-        if folder == older:
-            made_from = "an older version, no longer used"
         rows.append(
             [
                 folder.name,
                 disk_bytes(folder) / 1e6,
                 len(records),
-                made_from,
+                few(sources),
                 few(users[folder.name]) or "-",
             ]
         )
     if rows:
         print(*table(["folder", "MB", "files", "made from", "runs"], rows), sep="\n")
-    total = disk_bytes(base) + (disk_bytes(older) if older.is_dir() else 0)
-    print(f"{base}: {counted(len(folders), 'folder')}, {total / 1e6:,.1f} MB")
+    print(f"{base}: {counted(len(folders), 'folder')}, {disk_bytes(base) / 1e6:,.1f} MB")
     if args.remove:
         for folder in chosen:
             shutil.rmtree(folder)

@@ -124,9 +124,7 @@ class LaneOrder:
             selection=selection,
         )
         if settings.without_documents is not None:
-            manifests["train"] = leave_out(
-                manifests["train"], settings.without_documents, manifests["val"]
-            )
+            manifests["train"] = leave_out(manifests["train"], settings.without_documents)
         return manifests
 
     def check(self, settings: Settings, sources: Mapping[str, Source]) -> None:

@@ -84,7 +84,6 @@ def print_split(run: Run) -> None:
             reads=reads,
             shared=settings.val_fraction,
             chosen=chosen,
-            remote=is_remote(settings.data_path or ""),
         ),
         sep="\n",
     )

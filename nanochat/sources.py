@@ -39,7 +39,6 @@ from nanochat.files import BUCKET, DataPath, data_at, list_files
 from nanochat.order import Joined
 from nanochat.pins import (
     PIN,
-    UNKNOWN,
     JoinedFiles,
     Manifest,
     Manifests,
@@ -61,8 +60,9 @@ from nanochat.text import (
     TEXT_FIELD,
     Selection,
     text_suffix,
+    warn_once,
 )
-from nanochat.text_kinds import no_document, refuse_nulls, warn_once
+from nanochat.text_kinds import no_document, refuse_nulls
 from nanochat.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
@@ -486,9 +486,8 @@ def warn_of_arrivals(manifests: Manifests, data: DataPath, data_format: str, beg
 def check_own_file(path: AnyPath, entry: Pin) -> None:
     """ValueError if the user's own file, from which a file was prepared, has changed; OSError if it
     is gone. Reads it, but prepares nothing."""
-    _check_same(path, "size", entry["size"], path.stat().st_size)
-    if entry["footer"] != UNKNOWN:
-        _check_same(path, "hash", entry["footer"], hash_file(local_copy(path)))
+    _check_same(path, "size", entry["size"], path.stat().st_size, path.parent)
+    _check_same(path, "hash", entry["footer"], hash_file(local_copy(path)), path.parent)
 
 
 def _find_again(manifest: Manifest, folder: AnyPath | None) -> Manifest:
@@ -503,15 +502,10 @@ def _find_again(manifest: Manifest, folder: AnyPath | None) -> Manifest:
         """FileNotFoundError or ValueError, as above, for one file."""
         path = root / entry["name"]
         if not path.exists():
-            what = f"{path}: this run reads it, but it does not exist; restore it, name its folder"
-            if new_root != manifest["root"]:
-                what = (
-                    f"{root}: {entry['name']} is missing here, and this run has read it in {manifest['root']}; "
-                    f"name that folder, or the one to which all files were moved,"
-                )
             raise FileNotFoundError(
-                f"{what} with --data-path (for validation: --val-path), or start a new run with other data "
-                f"(--model-tag)"
+                f"{path}: this run reads it, but it does not exist; restore it, or name the folder of all files (it "
+                f"was {manifest['root']}) with --data-path (for validation: --val-path), or start a new run with "
+                f"other data (--model-tag)"
             )
         if is_prepared(entry):  # do not prepare it only to find that it has changed
             _check_same(path, "size", entry["size"], path.stat().st_size, manifest["root"])
@@ -522,20 +516,14 @@ def _find_again(manifest: Manifest, folder: AnyPath | None) -> Manifest:
     return {**manifest, "root": new_root}
 
 
-def _check_same(path: AnyPath, what: str, then: object, now: object, root: str = "") -> None:
-    """ValueError if a pin of a file has changed. `root`: the folder in which the run read the file;
-    "" for the same one."""
-    if then == now:
-        return
-    if root and as_path(root) not in path.parents:
+def _check_same(path: AnyPath, what: str, then: object, now: object, root: AnyPath | str) -> None:
+    """ValueError if a pin of a file has changed. `root`: the folder in which the run read it."""
+    if then != now:
         raise ValueError(
-            f"{path}: this run read another file of this name ({what}: {then} then, {now} here), in {root}; name "
-            f"that place with --data-path, or start a new run (--model-tag)"
+            f"{path}: it has changed since this run began ({what}: {then} then, {now} now), or this run read another "
+            f"file of this name, in {root}; name that place with --data-path, restore the old file, or start a new "
+            f"run (--model-tag)"
         )
-    raise ValueError(
-        f"{path}: it has changed since this run began ({what}: {then} then, {now} now); restore "
-        f"the old file, or start a new run (--model-tag)"
-    )
 
 
 def _compare(old_manifest: Manifest, manifest: Manifest) -> list[Pin]:
@@ -557,16 +545,13 @@ def _compare(old_manifest: Manifest, manifest: Manifest) -> list[Pin]:
         compared = ["size", "footer", "groups", "tokens"]
         if is_same_place:
             compared.append("etag")
-        if "blocks" in old and "blocks" in new:  # older runs and object storage have none
+        if "blocks" in old and "blocks" in new:  # object storage has none
             compared.append("blocks")
         for key in compared:
-            if old.get(key) != UNKNOWN:
-                what = "hash" if key == "footer" else key
-                _check_same(path, what, old.get(key), new.get(key), old_manifest["root"])
+            what = "hash" if key == "footer" else key
+            _check_same(path, what, old.get(key), new.get(key), old_manifest["root"])
         if "parquet" in old:
             new["parquet"] = old["parquet"]
-        if "written" in old:
-            new["written"] = old["written"]
         return new
 
     make_local_copies(

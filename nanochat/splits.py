@@ -18,7 +18,7 @@ file `test.parquet` or a bucket `dev/` is ordinary data.
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import chain, pairwise
+from itertools import chain
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
@@ -39,8 +39,7 @@ from nanochat.files import (
 )
 from nanochat.pins import Manifest, Manifests, contents_of
 from nanochat.sources import reader_class, scan_all
-from nanochat.text import ALL, PLAIN_TEXT, Selection, fetch_footers, text_suffix
-from nanochat.text_kinds import warn_once
+from nanochat.text import ALL, PLAIN_TEXT, Selection, fetch_footers, text_suffix, warn_once
 
 POINTERS = (b"version https://git-lfs.github.com/", b"/annex/objects/")  # how they begin
 POINTER_BYTES = 1 << 10  # no pointer is larger
@@ -155,30 +154,6 @@ def group_by_bucket(
             bucket = name.parts[0] if len(name.parts) > 1 else BUCKET
         buckets.setdefault(bucket, []).append(file)
     return buckets
-
-
-def find_buckets(
-    path: AnyPath, data_format: str = "text", *, merge: bool = False
-) -> dict[str, list[AnyPath]]:
-    """{bucket: files} of all data at a path; see `group_by_bucket`."""
-    data = data_at(path)
-    files = list_files(data, data_format).data
-    return group_by_bucket(files, data.folder, merge=merge, prefixes=data.are_prefixes)
-
-
-def nested_folders(data: DataPath, buckets: Mapping[str, Sequence[AnyPath]]) -> dict[str, str]:
-    """{name: path above it} of the folders inside buckets, which would be buckets themselves if
-    --data-path named that path. None in train/, whose path must stay the one above val/."""
-    above: dict[str, str] = {}
-    for file in chain.from_iterable(buckets.values()):
-        *folders, _ = file.relative_to(data.folder).parts
-        path = data.text.rstrip("/")
-        for outer, inner in pairwise(folders):
-            if outer in WORDS:
-                break
-            path = f"{path}/{outer}"
-            above.setdefault(inner, path)
-    return {} if data.files or data.has_folder("train") else above
 
 
 class Splits(NamedTuple):
@@ -343,9 +318,8 @@ def split_train_val(
             )
         named = next((files[0] for files in val.values()), None)
         if named is not None:
-            remedy = "" if isinstance(data.folder, Remote) else ", or remove those files"
             raise ValueError(
-                f"--val-fraction: the data already has validation files ({named}); leave out this flag{remedy}"
+                f"--val-fraction: the data already has validation files ({named}); leave out this flag"
             )
         return {"train": train, "val": train}
     if val_data is not None:
@@ -353,39 +327,33 @@ def split_train_val(
         return {"train": _held_out(data, train, val), "val": val}
     if has_train:
         return {"train": train, "val": val}
-    return _take_last_files(data, train, val, by_bucket=by_bucket)
+    splits = take_last_files(train, val, by_bucket=by_bucket)
+    if not splits["val"]:
+        raise ValueError(
+            f"{data}: only one data file, expected at least two in a bucket, besides .txt files (the last one is "
+            f"used for validation); add one, or name validation data with --val-path"
+            f"{val_fraction_remedy(chain.from_iterable(train.values()), 0.01)}"
+        )
+    return splits
 
 
-def _take_last_files(
-    data: DataPath,
-    train: dict[str, list[AnyPath]],
-    val: dict[str, list[AnyPath]],
-    *,
-    by_bucket: bool,
+def take_last_files(
+    train: dict[str, list[AnyPath]], val: dict[str, list[AnyPath]], *, by_bucket: bool = True
 ) -> dict[str, dict[str, list[AnyPath]]]:
     """Both splits, where the last file of each bucket validates if the bucket has no validation
-    files of its own. ValueError if that leaves a split without files."""
+    files of its own, and more than one file. Without `by_bucket`, only if there are none at all."""
+    if val and not by_bucket:
+        return {"train": train, "val": val}
     last: dict[str, AnyPath] = {}
     for bucket, files in train.items():
         if bucket not in val and (file := last_of(files)) is not None:
             last[bucket] = file
-    if not val and not last:
-        raise ValueError(
-            f"{data}: {_too_few(train)}; add one, or name validation data with --val-path"
-            f"{val_fraction_remedy(chain.from_iterable(train.values()), 0.01)}"
-        )
-    if val and not by_bucket:
-        return {"train": train, "val": val}
-    for_val: dict[str, list[AnyPath]] = {}
-    for bucket in dict.fromkeys([*train, *val]):
-        if bucket in last:
-            for_val[bucket] = [last[bucket]]
-        elif bucket in val:
-            for_val[bucket] = val[bucket]
     rest = {
         bucket: [file for file in files if file != last.get(bucket)]
         for bucket, files in train.items()
     }
+    chosen = {**val, **{bucket: [file] for bucket, file in last.items()}}
+    for_val = {bucket: chosen[bucket] for bucket in [*train, *val] if bucket in chosen}
     return {"train": rest, "val": for_val}
 
 
@@ -402,9 +370,8 @@ def _check_val_folders(root: AnyPath) -> None:
     validation."""
     folders = val_folders(root)
     if not folders:
-        test = " (test/ is used for neither)" if is_folder(root / "test") else ""
         raise FileNotFoundError(
-            f"{root}: it has train/ but no val/{test}; name validation data with --val-path, "
+            f"{root}: it has train/ but no val/; name validation data with --val-path, "
             f"or if it is text, divide the documents of train/ with --val-fraction=0.01"
         )
     if len(folders) > 1:
@@ -412,18 +379,6 @@ def _check_val_folders(root: AnyPath) -> None:
         raise ValueError(
             f"{root}: it has {names}; name the one to use for validation with --val-path"
         )
-
-
-def _too_few(train: Mapping[str, Sequence[AnyPath]]) -> str:
-    """Why no file of the training data can validate."""
-    files = next(iter(train.values()))
-    other = next((file for file in files if text_suffix(file.name) not in PLAIN_TEXT), files[0])
-    beside = " beside .txt files" if len(files) > 1 else ""
-    each_of = " in each bucket" if len(train) > 1 else ""
-    return (
-        f"only one data file ({other.name}){beside}{each_of}, expected at least two (the last one is used for "
-        f"validation)"
-    )
 
 
 def _held_out(
@@ -504,7 +459,6 @@ def describe_split(
     reads: str = "",
     shared: float = 0.0,
     chosen: bool = False,
-    remote: bool = False,
 ) -> list[str]:
     """Lines about which files are for validation and for training, {bucket: files} each, and a
     warning if the split looks accidental.
@@ -514,60 +468,44 @@ def describe_split(
 
     `reads`: how much of the training files the program reads. `shared`: the --val-fraction.
     `chosen`: whether the last file was taken by default where no name states a split, which suits
-    shuffled shards but is a surprise in a folder of different files. `remote`: whether the files
-    are elsewhere.
+    shuffled shards but is a surprise in a folder of different files.
     """
     end = f"; {reads}" if reads else ""
     for_training = [*chain.from_iterable(train.values())]
     for_val = [*chain.from_iterable(val.values())]
     if shared:
-        files = counted(len(for_val), "file")
         # a small file may only train; a fork that leaves out a bucket still validates with it
-        all_divided = len(for_training) == len(for_val)
-        rest = "" if all_divided else f" of {counted(len(for_training), 'file')}"
+        validating, training = (counted(len(files), "file") for files in (for_val, for_training))
         return [
-            f"validation: {shared:.3g} of each file ({files}){_documents(for_val, ', ')}",
-            f"training: the rest{rest}{_documents(for_training, ', ')}{end}",
+            f"validation: {shared:.3g} of each file ({validating}){_documents(for_val, ', ')}",
+            f"training: the rest of {training}{_documents(for_training, ', ')}{end}",
         ]
     lines = [
         f"validation: {_summary(for_val)}, {_share(for_training, for_val):.1%} of all bytes",
         f"training: {_summary(for_training)}{end}",
     ]
     if chosen:
-        lines += _accidental_split(train, val, remote=remote)
+        lines += _accidental_split(train, val)
     return lines
 
 
 def _accidental_split(
-    train: Mapping[str, Sequence[DataFile]],
-    val: Mapping[str, Sequence[DataFile]],
-    *,
-    remote: bool,
+    train: Mapping[str, Sequence[DataFile]], val: Mapping[str, Sequence[DataFile]]
 ) -> list[str]:
     """The warning of `describe_split`: at most one line, for last files that are unlike the others."""
     by_name = validated_by_name(train, val)
-    last = {bucket: files for bucket, files in val.items() if bucket not in by_name}
     odd: list[str] = []
-    for bucket, chosen_files in last.items():
-        where = f"bucket {bucket}" if len({*train, *val}) > 1 else ""
-        odd += _odd(train.get(bucket, []), chosen_files, where)
+    for bucket, files in val.items():
+        if bucket not in by_name:
+            odd += _odd(train.get(bucket, []), files, bucket)
     if not odd:
         return []
-
-    # what to do instead; --val-fraction is for data without validation files
     every_file = [*chain.from_iterable(train.values()), *chain.from_iterable(val.values())]
+    # --val-fraction is for data without validation files
     divide = "" if by_name else val_fraction_remedy([file.name for file in every_file], 0.05)
-    copied = ", which copies all files to this machine" if divide and remote else ""
-    instead = f" or folders train/ and val/{divide}{copied}"
-    if all(file.name.endswith(".bin") for file in every_file):
-        instead = ", such as the folder val/ that scripts.tok_shards writes beside train/"
-
-    of_bucket = f" of bucket {next(iter(last))}" if by_name else ""
-    if len(last) > 1:
-        of_bucket = f" of {'the other buckets' if by_name else 'each bucket'}"
     return [
-        f"warning: the last file{of_bucket} is used for validation, but {', and '.join(odd)}, and a new run after "
-        f"more files arrive will use another one; name validation data with --val-path{instead}"
+        f"warning: the last file is used for validation, but {', and '.join(odd)}, and a new run after more files "
+        f"arrive will use another one; name validation data with --val-path or folders train/ and val/{divide}"
     ]
 
 
@@ -591,7 +529,7 @@ def _share(train: Sequence[DataFile], val: Sequence[DataFile]) -> float:
 
 
 def _odd(train: Sequence[DataFile], val: Sequence[DataFile], bucket: str) -> list[str]:
-    """What is odd about the validation files of a bucket, "" if there is one only."""
+    """What is odd about the validation files of a bucket."""
 
     def kind(file: DataFile) -> str:
         return "".join(Path(file.name).suffixes)
@@ -599,12 +537,12 @@ def _odd(train: Sequence[DataFile], val: Sequence[DataFile], bucket: str) -> lis
     odd = []
     share = _share(train, val)
     if share > 0.1:
-        odd.append(f"it is {share:.1%} of {bucket or 'all bytes'}")
-    if [file.documents for file in val] == [1]:
-        odd.append(f"it is a single document{f' of {bucket}' if bucket else ''}")
+        odd.append(f"it has {share:.1%} of the bytes of {bucket}")
     kinds = sorted({kind(file) for file in train})
     folders = {Path(file.name).parent for file in train}
     for file in val:
+        if file.documents == 1:
+            odd.append(f"{file.name} is a single document")
         if kind(file) not in kinds:
             odd.append(f"{file.name} is {kind(file)}, the others are {', '.join(kinds)}")
         elif Path(file.name).parent not in folders:
@@ -632,7 +570,7 @@ def pin_files(
         shared=selection.val_fraction > 0,
     )
     if mix is not None:
-        mix.check_buckets(files["train"], nested_folders(data, files["train"]))
+        mix.check_buckets(files["train"])
         files["train"] = {bucket: files["train"][bucket] for bucket in mix.buckets}
     roots = {"train": data, "val": val_data or data}
     if data_format in MAGICS:

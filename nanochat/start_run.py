@@ -618,9 +618,7 @@ def find_data(
                 return order_of(settings).pin(settings)
             return files_of_fork(start.parent, settings)
         if settings.without_documents is not None and as_path(settings.without_documents).is_file():
-            listed = leave_out(
-                bare(manifests["train"]), settings.without_documents, manifests["val"]
-            )
+            listed = leave_out(bare(manifests["train"]), settings.without_documents)
             if listed != manifests["train"]:
                 raise ValueError(
                     f"--without-documents={settings.without_documents}: the file has changed since "

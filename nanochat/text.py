@@ -28,7 +28,7 @@ import math
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, TypedDict, cast
 
 import pyarrow as pa
@@ -37,7 +37,16 @@ import pyarrow.parquet as pq
 from tqdm import tqdm
 
 from nanochat.cli import Decides, setting
-from nanochat.common import AnyPath, Remote, as_path, counted, each, get_base_dir, parse_json
+from nanochat.common import (
+    AnyPath,
+    Remote,
+    as_path,
+    counted,
+    each,
+    get_base_dir,
+    get_dist_info,
+    parse_json,
+)
 
 log = logging.getLogger(__name__)
 
@@ -65,6 +74,13 @@ def text_suffix(name: str) -> str:
     return next(
         (suffix for suffix in (*SUFFIXES, *JSON_LINES, *PLAIN_TEXT) if name.endswith(suffix)), ""
     )
+
+
+@functools.cache
+def warn_once(line: str) -> None:
+    """Warn, once per process, on rank 0."""
+    if get_dist_info()[1] == 0:
+        log.warning("%s", line)
 
 
 # ---- which documents are read --------------------------------------------------------------------
@@ -221,11 +237,6 @@ def prepared_dir() -> Path:
     return get_base_dir() / "prepared"
 
 
-def is_below_prepared(path: AnyPath | str) -> bool:
-    """Whether nanochat/prepare.py makes a file again if it is deleted."""
-    return PurePath(path).is_relative_to(prepared_dir())
-
-
 @contextlib.contextmanager
 def named_in_errors(path: AnyPath | str, problem: str) -> Iterator[None]:
     """Turn Arrow's error about a damaged file into a ValueError that names the file. An error that
@@ -242,13 +253,10 @@ def named_in_errors(path: AnyPath | str, problem: str) -> Iterator[None]:
                 f"{path}: it was compressed with a window above 128 MiB (zstd --long), which cannot be "
                 f"read; compress it again: zstd -d --long=31 -c FILE | zstd -o NEW"
             ) from e
-        remedy = (
-            "delete the file and download or create it again (python -m nanochat.dataset --verify "
-            "checks all files of a folder)"
-        )
-        if is_below_prepared(path):
-            remedy = "delete the file; the next launch prepares it again"
-        raise ValueError(f"{path}: {problem} ({e}); {remedy}") from e
+        raise ValueError(
+            f"{path}: {problem} ({e}); delete the file and download or create it again (python -m nanochat.dataset "
+            f"--verify checks all files of a folder; the next launch prepares its own files again)"
+        ) from e
 
 
 def for_arrow(path: AnyPath) -> Path | BinaryIO:
@@ -290,10 +298,10 @@ def open_parquet(
     it is known; parsing it takes time for each row group."""
     path = as_path(path)
     if not path.exists():
-        remedy = "restore it, or start a new run (--model-tag)"
-        if is_below_prepared(path):
-            remedy = "the next launch prepares it again"
-        raise FileNotFoundError(f"{path}: the file is gone; {remedy}")
+        raise FileNotFoundError(
+            f"{path}: the file is gone; restore it, or start a new run (--model-tag); if it is below prepared/, the "
+            f"next launch prepares it again"
+        )
     with named_in_errors(path, "truncated or not a parquet file"):
         if metadata is None:
             metadata = kept_metadata(path)

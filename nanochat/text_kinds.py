@@ -5,12 +5,10 @@ parquet, so nanochat/prepare.py uses this module once per file.
 """
 
 import contextlib
-import functools
 import gzip
 import io
 import itertools
 import json
-import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -23,7 +21,6 @@ from nanochat.common import (
     Remote,
     as_path,
     counted,
-    get_dist_info,
     local_copy,
     read_json,
 )
@@ -46,9 +43,8 @@ from nanochat.text import (
     read_footer,
     read_metadata,
     text_suffix,
+    warn_once,
 )
-
-log = logging.getLogger(__name__)
 
 CODECS = {".gz": "gzip", ".zst": "zstd"}
 EMPTY_BYTES = 1 << 20  # a larger file counts as one with documents
@@ -123,27 +119,16 @@ def describe_skipped(path: AnyPath, selection: Selection, skipped: Skipped) -> l
     return lines
 
 
-@functools.cache
-def warn_once(line: str) -> None:
-    """Warn, once per process, on rank 0."""
-    if get_dist_info()[1] == 0:
-        log.warning("%s", line)
-
-
 def no_document(files: Sequence[AnyPath], selection: Selection, skipped: Skipped) -> ValueError:
     """The error for files without any selected document. `skipped`: what was skipped in the first."""
-    why = "".join(f"; line {number}: {problem}" for number, problem in skipped["lines"][:1])
     part = ""
     if selection.part:
         part = f" in the {selection.part} part with --val-fraction {selection.val_fraction}"
-    nulls = f"{counted(skipped['nulls'], 'null')}; " if skipped.get("nulls") else ""
-    remedy = "fix the file, or choose other data"
-    if selection.part == "val":
-        remedy = f"raise --val-fraction, {remedy}"
     others = f", nor in {counted(len(files) - 1, 'other file')}" if len(files) > 1 else ""
+    why = "; ".join(["", *describe_skipped(files[0], selection, skipped)])
     return ValueError(
-        f"{files[0]}: no document is left{part} ({nulls}{counted(skipped['count'], 'broken line')}{why}; "
-        f"{skipped['short']:,} shorter than --min-chars){others}; {remedy}"
+        f"{files[0]}: no document is left{part}{others}{why}; fix the file, choose other data, or change "
+        f"--val-fraction or --min-chars"
     )
 
 

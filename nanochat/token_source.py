@@ -3,30 +3,17 @@ The source of token files: pairs of .bin and .idx, in either format (nanochat/to
 """
 
 import functools
-import logging
 from typing import NamedTuple
 
 import numpy as np
 
-from nanochat.common import AnyPath, get_dist_info, hash_json
+from nanochat.common import AnyPath, hash_json
 from nanochat.pins import Manifest, Pin
 from nanochat.rows import Document
 from nanochat.sources import Source
+from nanochat.text import warn_once
 from nanochat.tokenizer import Tokenizer
 from nanochat.tokens import GROUP_ENTRIES, TokenFile, open_tokens
-
-log = logging.getLogger(__name__)
-
-
-@functools.cache
-def _warn_of_end(path: AnyPath, eod: int) -> None:
-    """Warn, once per process, that a file may be another tokenizer's."""
-    log.warning(
-        "%s: its last document does not end with the id %d, the end of documents in this run; if "
-        "another tokenizer made the file, name that one with --tokenizer",
-        path,
-        eod,
-    )
 
 
 class Runs(NamedTuple):
@@ -75,10 +62,12 @@ class TokenSource(Source):
         has none, a warning if its first file does not end as the run's tokenizer ends documents."""
         if first.manifest is None:
             last = len(first) - 1
-            is_rank0 = get_dist_info()[1] == 0
             is_empty = not first.lengths(last, last + 1)[0]
-            if is_rank0 and not is_empty and not first.ends_document(last, last + 1, self.bos)[0]:
-                _warn_of_end(first.path, self.bos)
+            if not is_empty and not first.ends_document(last, last + 1, self.bos)[0]:
+                warn_once(
+                    f"{first.path}: its last document does not end with the id {self.bos}, the end of documents in "
+                    f"this run; if another tokenizer made the file, name that one with --tokenizer"
+                )
             return
         theirs = first.manifest["tokenizer"]["fingerprint"]
         if theirs != self.tokenizer.fingerprint:

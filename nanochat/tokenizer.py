@@ -58,7 +58,7 @@ from nanochat.common import (
     write_bytes,
     write_json,
 )
-from nanochat.files import GET_DATA, OWN_TOKENIZER, data_at, default_data_path
+from nanochat.files import OWN_TOKENIZER, data_at, default_data_path
 
 if TYPE_CHECKING:
     import torch  # takes seconds to import; only `token_bytes` needs it
@@ -416,15 +416,10 @@ class Tokenizer(metaclass=_Opens):
         saved = read_description(tokenizer_dir)
         if saved is None:
             data = f"--data-path {data_path} " if data_path else ""
-            selection = (
-                ", and --val-fraction and --text-field if you pass them here" if data else ""
-            )
-            missing = "no tokenizer here;"
-            if not data and not default_data_path().exists():
-                missing = f"no tokenizer here, and no data to train one on: {GET_DATA}; then"
             raise FileNotFoundError(
-                f"{json_path}: {missing} train one with python -m scripts.tok_train "
-                f"{data}--output-dir {tokenizer_dir}, --vocab-size 4096 for a small model{selection}"
+                f"{json_path}: no tokenizer here; train one with python -m scripts.tok_train "
+                f"{data}--output-dir {tokenizer_dir}, --vocab-size 4096 for a small model, and --val-fraction and "
+                f"--text-field if you pass them here"
             )
         kind: type[Tokenizer] = RustBPETokenizer
         if "kind" in saved:

@@ -40,7 +40,6 @@ ends the process.
 """
 
 import functools
-import logging
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
@@ -61,9 +60,7 @@ from nanochat.common import (
 )
 from nanochat.files import MAGICS, MANIFEST_NAME, RECORDS
 from nanochat.pins import Pin
-from nanochat.text import text_tokens
-
-log = logging.getLogger(__name__)
+from nanochat.text import text_tokens, warn_once
 
 HEADERS = {"shards": struct.Struct("<4sIII"), "megatron": struct.Struct("<9sQBQQ")}
 # of the ids, by the code in the header; Megatron's 6 and 7 are floating point, so they cannot be
@@ -140,27 +137,10 @@ def _size(path: AnyPath) -> int:
     try:
         return path.stat().st_size
     except FileNotFoundError:
-        plain = ""
-        other = path.with_suffix(".idx").name
-        if path.suffix == ".idx":
-            other = path.with_suffix(".bin").name
-            plain = f"if {other} is nanoGPT's or llm.c's, run scripts.convert_shards; else "
         raise FileNotFoundError(
-            f"{path}: the file is missing; {plain}restore it, or delete {other} and rerun "
-            f"scripts.tok_shards, or start a new run (--model-tag)"
+            f"{path}: the file is missing; if its .bin is nanoGPT's or llm.c's, run scripts.convert_shards; else "
+            f"restore it, or delete the pair and rerun scripts.tok_shards, or start a new run (--model-tag)"
         ) from None
-
-
-@functools.cache
-def _warn_of_rest(path: AnyPath, num_bytes: int, end: int) -> None:
-    """Warn, once per process, that a .bin is longer than its index says."""
-    log.warning(
-        "%s: %d bytes on disk, but the sequences of its .idx end at byte %d, so the rest is not read; if the "
-        "two files do not belong together, fetch them again",
-        path,
-        num_bytes,
-        end,
-    )
 
 
 class TokenFile:
@@ -244,7 +224,10 @@ class TokenFile:
                 )
             end = max(end, int(ends.max()))
         if end < self.num_bytes:
-            _warn_of_rest(self.path, self.num_bytes, end)
+            warn_once(
+                f"{self.path}: {self.num_bytes} bytes on disk, but the sequences of its .idx end at byte {end}, so the "
+                f"rest is not read; if the two files do not belong together, fetch them again"
+            )
 
     def _ends(self, first: int, last: int) -> np.ndarray:
         """(n,) int64: the byte of the .bin after each of some of a Megatron pair's sequences.
@@ -404,13 +387,9 @@ class TokenFile:
         if unsigned.max(initial=0) >= self.vocab_size:
             at = int(np.argmax(unsigned >= self.vocab_size))
             number = first + int(np.searchsorted(edges, at, side="right")) - 1
-            # only a manifest shows that no other tokenizer made the file
-            remedy = (
-                f"name the tokenizer that made the file with --tokenizer; if it is damaged, {REDO}"
-            )
             raise ValueError(
                 f"{self.path}: {kind} {number:,} holds the id {ids[at]:,}, outside the vocabulary of "
-                f"{self.vocab_size:,}; {VERIFY if self.manifest else remedy}"
+                f"{self.vocab_size:,}; name the tokenizer that made the file with --tokenizer, or {VERIFY}"
             )
 
     def read(self, first: int, last: int) -> list[np.ndarray]:

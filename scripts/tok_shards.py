@@ -30,12 +30,12 @@ from pathlib import Path
 from tqdm import tqdm
 
 from nanochat.cli import Parser, run_main, sigterm_interrupts, whole
-from nanochat.common import AnyPath, as_local_path, as_path, counted
+from nanochat.common import AnyPath, as_local_path, as_path
 from nanochat.files import DataPath, data_at, no_such_data
 from nanochat.pretokenize import TOKENIZER, Input, Pretokenizer, Windows, describe_tokenizer
-from nanochat.splits import find_splits, last_of, split_train_val
+from nanochat.splits import find_splits, split_train_val, take_last_files
 from nanochat.text import SUFFIXES, Selection, add_text_flags, text_suffix
-from nanochat.text_kinds import read_documents
+from nanochat.text_kinds import describe_skipped, read_documents
 from nanochat.tokenizer import (
     add_tokenizer_flags,
     default_tokenizer,
@@ -45,7 +45,7 @@ from nanochat.tokenizer import (
 
 OUTPUTS = {"gpts": "shards", "megatron": "megatron"}  # --format: the --data-format that reads it
 TRIED = 3  # number of inputs of which one must be readable before any is converted
-SHOWN = 10  # maximum number of broken lines listed per input, and of missing inputs listed
+SHOWN = 10  # maximum number of missing inputs listed
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -146,15 +146,12 @@ def find_inputs(data: DataPath, *, shared: bool = False) -> list[Input]:
             )
         splits = {"train": found.train, "val": found.val}
         if not data.has_folder("train"):
-            for bucket, files in found.train.items():
-                if bucket in found.val:
-                    continue
-                if (last := last_of(files)) is None:
+            splits = take_last_files(found.train, found.val)
+            for bucket in splits["train"]:
+                if bucket not in splits["val"]:
                     print(
                         f"{bucket}: it has no file to spare for validation; all of it is used for training"
                     )
-                splits["train"][bucket] = [file for file in files if file != last]
-                splits["val"][bucket] = [file for file in files if file == last]
     inputs: dict[tuple[str, str, str], Input] = {}
     for split, bucket, files in ((s, b, files) for s in splits for b, files in splits[s].items()):
         for path in files:
@@ -224,20 +221,11 @@ def make_pairs(job: Pretokenizer, mine: Sequence[Input], num_workers: int) -> bo
     rate = f"; {new}made in {time.monotonic() - began:.1f} s" if new_tokens else ""
     print(f"{len(shards):,} of {len(mine):,} shards finished: {counts}{rate}")
     for shard in shards:
-        if short := shard["skipped"].get("short"):
-            print(
-                f"{shard['input']['name']}: {counted(short, 'document')} shorter than --min-chars skipped"
-            )
-        if nulls := shard["skipped"].get("nulls"):
-            print(f"{shard['input']['name']}: {counted(nulls, 'null')} skipped")
+        name = shard["input"]["name"]
+        for line in describe_skipped(Path(name), job.selection, {"short": 0, **shard["skipped"]}):
+            print(line)
         if not shard["entries"]:
-            print(f"{shard['input']['name']}: no document for one of the parts of --val-fraction")
-        if shard["skipped"]["count"]:
-            print(
-                f"{shard['input']['name']}: {counted(shard['skipped']['count'], 'broken line')} skipped"
-            )
-        for number, why in shard["skipped"]["lines"][:SHOWN]:
-            print(f"  line {number}: {why}")
+            print(f"{name}: no document for one of the parts of --val-fraction")
     if shards and totals["tokens"] == totals["documents"]:  # every token is an end-of-document id
         failed.append(
             f"failed: all {totals['documents']:,} documents are empty; check --text-field"

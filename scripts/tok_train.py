@@ -28,7 +28,7 @@ import pyarrow.parquet as pq
 from tqdm import tqdm
 
 from nanochat.cli import Parser, run_main, setup_logging, whole
-from nanochat.common import AnyPath, as_local_path, differences, get_base_dir, is_remote
+from nanochat.common import AnyPath, as_local_path, differences, get_base_dir
 from nanochat.files import BUCKET, DATASET_NAME, FORMATS, data_at, default_data_path
 from nanochat.splits import DataFile, describe_split, last_file_validates, split_train_val
 from nanochat.text import PLAIN_TEXT, Selection, add_text_flags, text_suffix
@@ -266,7 +266,6 @@ def main(argv: list[str] | None = None) -> int:
                 reads=f"at most --max-chars={args.max_chars:,} characters",
                 shared=args.val_fraction,
                 chosen=val_data is None and last_file_validates(data),
-                remote=is_remote(folder),
             ),
             sep="\n",
         )

@@ -19,7 +19,6 @@ to the one to which a file's address redirects.
 """
 
 import json
-import os
 import re
 import threading
 from collections.abc import Iterator, Sequence
@@ -29,8 +28,9 @@ from urllib.parse import quote, urljoin
 
 from nanochat.common import each, hash_json, parse_json, refuse_secrets, url
 from nanochat.integrations.download import hub_access
+from nanochat.integrations.remote_files import poll
 from nanochat.integrations.web import KNOWN, File, RangePath, explain_status, own_cache
-from nanochat.integrations.web_client import Answer, Key, get, origin_of, poll
+from nanochat.integrations.web_client import Answer, Key, get, origin_of
 from nanochat.text import text_suffix
 
 PAGE_BYTES = 64 << 20  # the largest answer of the Hub's API that is read
@@ -111,41 +111,27 @@ def explain(path: str, answer: Answer) -> Exception:
     """Our own error for a request that the Hub refuses: one sentence, which begins with the path."""
     place = Place.of(path)
     code = answer.first.get("X-Error-Code", "") or answer.headers.get("X-Error-Code", "")
-    message = answer.headers.get("X-Error-Message", "")
-    answered = f"HTTP {answer.status} from {answer.host}"
-    has_token = os.environ.get("HF_TOKEN", "").strip() != ""
-    token = "HF_TOKEN" if has_token else "HF_TOKEN (not set)"
-    if answer.status == 401 and has_token:  # without a right to read, a good token gets 403
-        return PermissionError(
-            f"{path}: HF_TOKEN is refused ({answered}); check it: it may be incomplete, expired, or of another Hub"
-        )
+    answered = " ".join(filter(None, ["HTTP", str(answer.status), code, "from", answer.host]))
     if code == "GatedRepo":
         return PermissionError(
             f"{path}: the data set's owner asks readers to accept terms first ({answered}); accept them at "
-            f"{hub_access()[0]}/datasets/{place.repo}, and set {token} to a token of that account"
-        )
-    if code == "RevisionNotFound" and COMMIT.fullmatch(place.revision):
-        return FileNotFoundError(
-            f"{path}: the data set has no such commit ({answered}): its history was replaced after a run pinned "
-            f"it, or it is mistyped. For the same files, name a commit that has them with @COMMIT (40 digits; "
-            f"not a branch), or a downloaded copy; for other files, start a new run (--model-tag)"
+            f"{hub_access()[0]}/datasets/{place.repo}, and set HF_TOKEN to a valid token of that account"
         )
     if code == "RevisionNotFound":
         return FileNotFoundError(
-            f"{path}: the data set has no revision {place.revision} ({answered}); name another one with @REVISION"
+            f"{path}: the data set has no revision {place.revision} ({answered}); name another one with @REVISION. If "
+            f"a run pinned it, the history was replaced: name a commit with the same files with @COMMIT (40 digits), "
+            f"or a downloaded copy, or start a new run (--model-tag)"
         )
     if code == "EntryNotFound":
         return NoEntry(f"{path}: no such file or folder in this revision ({answered}); check it")
-    if code == "RepoNotFound" or (answer.status == 401 and "nvalid username" in message):
-        return FileNotFoundError(
-            f"{path}: no such data set, or a private one that {token} may not read ({answered}); check its name"
-        )
-    if code == "DisabledRepo":
+    if code == "RepoNotFound" or answer.status == 401:
         return PermissionError(
-            f"{path}: the Hub has disabled this data set ({answered}); use other data (--data-path)"
+            f"{path}: no such data set, or a private one that HF_TOKEN may not read, or HF_TOKEN is refused "
+            f"({answered}); check both"
         )
-    if answer.status in (401, 403):
-        return PermissionError(f"{path}: access denied ({answered}); check {token}")
+    if answer.status == 403:
+        return PermissionError(f"{path}: access denied ({answered}); check HF_TOKEN")
     return explain_status(path, answer)
 
 
@@ -295,17 +281,6 @@ class HubPath(RangePath):
         file = tree.files.get(place.inner)
         # messages name the path as it is here, which may not name the commit
         return None if file is None else file._replace(path=str(self))
-
-    def beside(self) -> list[str]:
-        """See `Remote.beside`: the nearest folder above it that the commit has."""
-        place = self._place()
-        if place is None:
-            return []
-        tree = find_tree(place._replace(inner=""))
-        folder = next(above for above in place.parents if above in (*tree.folders, ""))
-        below = f"{folder}/" if folder else ""
-        names = [name for name in (*tree.folders, *tree.files) if name and name.startswith(below)]
-        return sorted({name.removeprefix(below).split("/")[0] for name in names})
 
     def resolve(self) -> "HubPath":
         """The path that names the commit."""

@@ -40,7 +40,6 @@ import atexit
 import contextlib
 import functools
 import importlib.util
-import io
 import logging
 import math
 import os
@@ -55,39 +54,38 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path, PurePosixPath
 from types import SimpleNamespace
-from typing import Any, BinaryIO, Literal, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from nanochat.common import (
-    Remote,
-    Stop,
-    atomic_open,
-    check_stop,
-    each,
-    get_base_dir,
-    hash_json,
-    refuse_secrets,
-    url,
+from nanochat.common import each, refuse_secrets, url
+from nanochat.integrations.remote_files import (
+    PROXY,
+    REQUEST_BYTES,
+    TRIES,
+    Changed,
+    Garbled,
+    PinnedPath,
+    poll,
 )
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-REQUEST_BYTES = 4 << 20  # the largest range of one request
 PART_BYTES, KEPT_PARTS = 1 << 18, 1024  # for files that lanes read in order: 256 MB in total
-TRIES = 5  # attempts to get an answer that fits the request
 ADVICE = "restore the old object, or start a new run (--model-tag)"
-PROXY = "bypass the proxy that changes requests between this machine and object storage"
 # The first of these variables that is set holds the endpoint of S3. If none is set, the endpoint is
 # AWS.
 ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_S3_ENDPOINT_URL", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
 ENDPOINT = re.compile(r"https?://((?:[\w.-]+|\[[\w:.]+\])(?::\d{1,5})?)(/[\w.~/-]*)?")
 # Errors that may not occur again, according to the documentation of S3 and of its clients. obstore
 # itself repeats a request after 408, 429 and 5xx, but not after these codes with other statuses.
-CLOCK_CODES = frozenset(("RequestTimeTooSkewed", "RequestExpired", "RequestInTheFuture"))
 BUSY_CODES = frozenset(
     (
+        "RequestTimeout",
+        "RequestTimeTooSkewed",
+        "RequestExpired",
+        "RequestInTheFuture",
         "OperationAborted",
         "ConditionalRequestConflict",
         "InternalError",
@@ -110,26 +108,12 @@ BUSY_CODES = frozenset(
         "PriorRequestNotComplete",
     )
 )
-EXPIRED_CODES = frozenset(
-    ("ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired", "InvalidToken")
-)
-REGION_CODES = frozenset(
-    (
-        "PermanentRedirect",
-        "TemporaryRedirect",
-        "Redirect",
-        "AuthorizationHeaderMalformed",
-        "IllegalLocationConstraintException",
-    )
-)
 KEYS_HINT = {
     "s3": "AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY",
     "gs": "GOOGLE_APPLICATION_CREDENTIALS",
     "az": "AZURE_STORAGE_ACCOUNT_NAME, AZURE_STORAGE_ACCOUNT_KEY",
     "msc": "MSC_CONFIG",
 }
-# No path can name an object with such a key: one part is "", "." or "..", or might be a secret.
-UNUSABLE_KEY = re.compile(r"(^|/)\.{0,2}(/|$)|:[^@]*@|\?")
 
 
 @dataclass(frozen=True)
@@ -153,15 +137,6 @@ class Stat:
     path: str
     size: int
     etag: str  # "" if the service sends none
-
-
-class Changed(ValueError):
-    """The object is not the pinned version any more."""
-
-
-class Garbled(OSError):
-    """The answer does not fit the request, or the service cannot answer it just now. obstore does
-    not retry then, but a retry may help."""
 
 
 class Failure(NamedTuple):
@@ -195,14 +170,6 @@ class Failure(NamedTuple):
         if self.status == 0:
             return not self.moved
         return self.status in (408, 429) or self.status >= 500
-
-
-class Cause(NamedTuple):
-    """A possible cause of a failure."""
-
-    is_true: bool
-    kind: type[Exception]  # of our own error
-    sentence: str
 
 
 # ---- names ---------------------------------------------------------------------------------------
@@ -309,24 +276,8 @@ class Bucket:
             return None
 
     def list_below(self, prefix: str) -> list[Stat]:
-        """All objects that a path can name below a prefix. A warning gives the number of others;
-        but obstore refuses a whole listing for one key with an empty part, '.' or '..'."""
-        stats = self._list(prefix)
-        usable = [stat for key, stat in stats.items() if not UNUSABLE_KEY.search(key.rstrip("/"))]
-        if len(usable) < len(stats):
-            log.warning(
-                "%s/%s: skipping %d objects that no path can name (a part of the key is empty, '.' or '..', "
-                "or might be a secret)",
-                self.name,
-                prefix,
-                len(stats) - len(usable),
-            )
-        return usable
-
-    def _list(self, prefix: str) -> dict[str, Stat]:
-        """{key: description} of all objects below a prefix. Programs mark folders by empty objects
-        whose keys end with a slash, which obstore drops, as in corpus.parquet/: these are left
-        out."""
+        """All objects below a prefix. Programs mark folders by empty objects whose keys end with a
+        slash, which obstore drops, as in corpus.parquet/: these are left out."""
         stats: dict[str, Stat] = {}
         for metas in self.obs.list(self.store, prefix or None):
             for meta in metas:
@@ -338,11 +289,11 @@ class Bucket:
         empty = [key for key, stat in stats.items() if not stat.size]
         alone = [key for key in empty if key not in folders and PurePosixPath(key).suffix]
         missing = {key for key, stat in zip(alone, each(self.head, alone)) if stat is None}
-        return {
-            key: stat
+        return [
+            stat
             for key, stat in stats.items()
             if key not in missing and (stat.size or key not in folders)
-        }
+        ]
 
     def get(self, key: str, begin: int, end: int, pinned: Stat) -> memoryview:
         """Bytes begin .. end - 1 of the pinned version of an object."""
@@ -367,127 +318,62 @@ class Bucket:
         """Our own error for a failed request, without obstore's text, which may hold a secret."""
         if isinstance(e, (Changed, Garbled)):
             return e
-        failure = Failure.of(e)
-        causes = (  # the first that is true decides
-            *self._causes_of_the_path(failure),
-            *self._causes_that_may_pass(failure),
-            *self._causes_of_access(failure),
-        )
-        cause = next(cause for cause in causes if cause.is_true)
-        return cause.kind(f"{path}: {cause.sentence}")
+        kind, sentence = self._cause(Failure.of(e))
+        return kind(f"{path}: {sentence}")
 
-    def _causes_of_the_path(self, failure: "Failure") -> "list[Cause]":
-        """What may be wrong with the bucket, the key or the credentials."""
-        no_credentials = re.search(r"169\.254\.169\.254|metadata\.google\.internal", failure.text)
+    def _cause(self, failure: Failure) -> tuple[type[Exception], str]:
+        """(our own error, what it says) for a failure."""
+        status, code, answered = failure.status, failure.code, failure.answered
         keys = KEYS_HINT[self.scheme]
         service, _, _ = keys.partition("_")
-        or_public = ""
-        if self.scheme != "msc":
-            or_public = f", or {service}_SKIP_SIGNATURE=true for a public bucket"
-        return [
-            Cause(
-                no_credentials is not None,
-                PermissionError,
-                f"no credentials; set {keys}{or_public}",
-            ),
-            Cause(
-                failure.code == "NoSuchBucket",
-                FileNotFoundError,
-                f"bucket {self.bucket} does not exist; check the path and {self.setting}",
-            ),
-            Cause(issubclass(failure.kind, FileNotFoundError), FileNotFoundError, "no such object"),
-            Cause(
-                failure.kind.__name__ == "PreconditionError",
-                Changed,
-                f"it has changed since this run began (its ETag differs); {ADVICE}",
-            ),
-            Cause(
-                issubclass(failure.kind, ValueError) or failure.kind.__name__ == "InvalidPathError",
-                ValueError,
-                "the key, or one below it, has an empty part, '.' or '..'; rename the object",
-            ),
-        ]
+        if re.search(r"169\.254\.169\.254|metadata\.google\.internal", failure.text):
+            return PermissionError, (
+                f"no credentials; set {keys}, or {service}_SKIP_SIGNATURE=true for a public bucket"
+            )
+        if code == "NoSuchBucket":
+            return FileNotFoundError, (
+                f"bucket {self.bucket} does not exist; check the path and {self.setting}"
+            )
+        if issubclass(failure.kind, FileNotFoundError):
+            return FileNotFoundError, "no such object"
+        if failure.kind.__name__ == "PreconditionError":
+            return Changed, f"it has changed since this run began (its ETag differs); {ADVICE}"
+        if issubclass(failure.kind, ValueError) or failure.kind.__name__ == "InvalidPathError":
+            return ValueError, (
+                "the key, or one below it, has an empty part, '.' or '..'; rename the object"
+            )
 
-    def _causes_that_may_pass(self, failure: "Failure") -> "list[Cause]":
-        """What may go better in another request, or after a restart."""
-        status, code, answered = failure.status, failure.code, failure.answered
+        # what may go better in another request, or after a restart
         other_range = r"Requested .*, got |non-partial|Content-Range|CONTENT_RANGE"
-        is_other_range = not status and re.search(other_range, failure.text) is not None
-        is_busy = code in BUSY_CODES and status not in (0, 408, 429) and status < 500
-        is_listing = "ListResponseBody" in failure.text
-        unanswered = answered if status else "no connection, or it was interrupted"
-        return [
-            Cause(
-                is_other_range,
-                Garbled,
-                f"{self.host} sent a different range from the one requested, {TRIES} times; {PROXY}",
-            ),
-            Cause(
-                code == "RequestTimeout",
-                Garbled,
-                f"{self.host} did not receive the whole request in time, {TRIES} times ({answered}); restart when the "
-                "machine or the connection is less busy",
-            ),
-            Cause(
-                code in CLOCK_CODES,
-                Garbled,
-                f"the clock of this machine and that of {self.host} differ by more than 15 minutes, {TRIES} times "
-                f"({answered}); set this machine's clock (NTP), then restart",
-            ),
-            Cause(
-                is_busy,
-                Garbled,
-                f"{self.host} could not answer just now, {TRIES} times ({answered}); restart when it is less busy",
-            ),
-            Cause(
-                failure.unavailable and not issubclass(failure.kind, PermissionError),
-                # obstore does not repeat a listing whose answer was interrupted
-                Garbled if is_listing else OSError,
-                f"no complete answer from {self.host} ({unanswered}); check the network and "
-                f"{self.setting}, then restart",
-            ),
-        ]
+        if not status and re.search(other_range, failure.text):
+            return Garbled, (
+                f"{self.host} sent a different range from the one requested, {TRIES} times; {PROXY}"
+            )
+        if code in BUSY_CODES and status not in (0, 408, 429) and status < 500:
+            return Garbled, (
+                f"{self.host} could not answer just now, {TRIES} times ({answered}); restart when it, this machine "
+                f"and the connection are less busy (if a time is wrong, set this machine's clock)"
+            )
+        is_denied = issubclass(failure.kind, PermissionError)
+        if failure.unavailable and not is_denied:
+            unanswered = answered if status else "no connection, or it was interrupted"
+            # obstore does not repeat a listing whose answer was interrupted
+            kind = Garbled if "ListResponseBody" in failure.text else OSError
+            return kind, (
+                f"no complete answer from {self.host} ({unanswered}); check the network and {self.setting}, then "
+                f"restart"
+            )
 
-    def _causes_of_access(self, failure: "Failure") -> "list[Cause]":
-        """Why the service refuses a request. The last cause is always true."""
-        status, code, answered = failure.status, failure.code, failure.answered
-        keys = KEYS_HINT[self.scheme]
-        is_denied = issubclass(failure.kind, PermissionError) or status in (401, 403)
-        return [
-            Cause(
-                code == "InvalidObjectState",
-                OSError,
-                f"the object is archived, so it cannot be read ({answered}); restore it from the archive first",
-            ),
-            Cause(
-                failure.moved or code in REGION_CODES,
-                PermissionError,
-                f"the bucket is in another region, or behind another address ({answered if status else 'a redirect'}); "
-                f"set AWS_DEFAULT_REGION to the bucket's region, and check {self.setting}",
-            ),
-            Cause(
-                code in EXPIRED_CODES,
-                PermissionError,
-                f"access denied ({answered}): the temporary credentials have expired or are not valid; renew them, and "
-                f"check {keys} and AWS_SESSION_TOKEN",
-            ),
-            Cause(
-                code.startswith("KMS."),
-                PermissionError,
-                f"the key that encrypts the object cannot be used ({answered}); check it, and the permission to use it",
-            ),
-            Cause(
-                is_denied,
-                PermissionError,
-                f"access denied ({answered}); check {keys} and their permissions, {self.setting} "
-                f"and AWS_DEFAULT_REGION",
-            ),
-            Cause(
-                True,
-                OSError,
-                f"{self.host} refused the request ({answered}); check the path and {self.setting}",
-            ),
-        ]
+        # why the service refuses a request
+        is_elsewhere = failure.moved or code == "AuthorizationHeaderMalformed"
+        if is_denied or is_elsewhere or status in (401, 403) or "Token" in code:
+            return PermissionError, (
+                f"access denied ({answered if status else 'a redirect'}); check {keys} (AWS_SESSION_TOKEN, if they are "
+                f"temporary) and their permissions, {self.setting} and AWS_DEFAULT_REGION"
+            )
+        return OSError, (
+            f"{self.host} refused the request ({answered}); check the path and {self.setting}"
+        )
 
 
 open_bucket = functools.cache(Bucket)  # one client for all requests with the same timeouts
@@ -610,18 +496,15 @@ def request(
         ANSWERED.add(bucket_name)
         return answer
 
-    def poll() -> None:
-        """Raise Stop if a stop was requested or the program ends; warn of a request that takes long."""
-        check_stop()
-        # At exit Python joins the threads of pools before it calls anything that could stop them.
-        if getattr(threading, "_SHUTTING_DOWN", False):
-            raise Stop("the program ends")
+    def poll_and_warn() -> None:
+        """`poll`, and warn of a request that takes long."""
+        poll()
         now = time.monotonic()
         if now - max(start, _last_warning[0]) > patience.log_every_s:
             _last_warning[0] = now  # one warning for all pending requests
             log.warning("%s: still waiting for object storage (%.0f s)", what, now - start)
 
-    return next(each(call_until_valid, [None], poll=poll))
+    return next(each(call_until_valid, [None], poll=poll_and_warn))
 
 
 @atexit.register
@@ -722,8 +605,10 @@ def open_path(path: str) -> "RemotePath":
     return RemotePath(path)
 
 
-class RemotePath(Remote):
+class RemotePath(PinnedPath):
     """A path in object storage."""
+
+    copies = "object_storage"
 
     def is_dir(self) -> bool:
         return next(self.walk(), None) is not None
@@ -762,15 +647,14 @@ class RemotePath(Remote):
             raise FileNotFoundError(f"{self}: no such object")
         return stat
 
-    def stat(self) -> os.stat_result:
-        """The size, and the mode of a read-only file."""
-        return os.stat_result((0o100444, 0, 0, 1, 0, 0, self.pinned().size, 0, 0, 0))
+    def read(self, begin: int, end: int) -> bytes:
+        return read_parts(self.pinned(), begin, end)
 
-    def etag(self) -> str:
-        return self.pinned().etag
+    def pieces(self) -> Iterator[memoryview]:
+        return read_whole(self.pinned())
 
-    def open(self, mode: Literal["rb"], buffering: int = -1) -> BinaryIO:
-        return io.BufferedReader(RemoteFile(self.pinned()), max(buffering, io.DEFAULT_BUFFER_SIZE))
+    def copy_folder(self) -> Sequence[str]:
+        return split(str(self.parent))[1:]
 
     def open_reader(self, dtype: np.dtype) -> RemoteReader:
         return RemoteReader(self, dtype)
@@ -784,41 +668,3 @@ class RemotePath(Remote):
         kept_range.cache_clear()
         open_bucket.cache_clear()
         ANSWERED.clear()
-
-    def local_copy(self, cache: Path | str | None = None) -> Path:
-        """A local copy in CACHE/BUCKET/FOLDER. Its name begins with a hash of size and ETag, so
-        another version's copy is never used, and processes that copy at the same time write the
-        same bytes."""
-        stat = self.pinned()
-        folder = Path(cache or get_base_dir() / "object_storage", *split(str(self.parent))[1:])
-        copy = folder / f"{hash_json([stat.size, stat.etag])[:12]}-{self.name}"
-        if not copy.is_file() or copy.stat().st_size != stat.size:
-            folder.mkdir(parents=True, exist_ok=True)
-            with atomic_open(copy) as f:
-                f.writelines(read_whole(stat))
-        return copy
-
-
-class RemoteFile(io.RawIOBase):
-    """An object as a binary file."""
-
-    def __init__(self, pinned: Stat):
-        super().__init__()
-        self.pinned, self._at = pinned, 0
-
-    def readable(self) -> bool:
-        return True
-
-    seekable = readable
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        self._at = max(0, offset + (0, self._at, self.pinned.size)[whence])
-        return self._at
-
-    def readinto(self, buffer: Any) -> int:
-        begin, end = self._at, min(self._at + len(buffer), self.pinned.size)
-        if begin >= end:
-            return 0
-        buffer[: end - begin] = read_parts(self.pinned, begin, end)
-        self._at = end
-        return end - begin

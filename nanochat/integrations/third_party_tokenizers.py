@@ -41,11 +41,10 @@ import logging
 import os
 import pickle
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from io import BytesIO
 from itertools import chain, product
-from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -447,26 +446,17 @@ def named_ends(folder: AnyPath) -> list[str | int]:
 
 def _find_file(path: AnyPath) -> AnyPath:
     """The tokenizer file at a path, or in the folder at that path. FileNotFoundError if there is
-    none, ValueError if there is only one of SentencePiece."""
-    is_folder = path.is_dir()
-    for file in [path / JSON_FILE, path / "tokenizer.pkl"] if is_folder else [path]:
+    none."""
+    files = [path / JSON_FILE, path / "tokenizer.pkl"] if path.is_dir() else [path]
+    for file in files:
         if file.is_file() and file.suffix in (".json", ".pkl"):
             return file
-    others: Iterable[AnyPath] = [path]
-    if is_folder:
-        others = path.glob("*.model") if isinstance(path, Path) else []
-    for file in others:
-        if file.is_file() and file.suffix == ".model":
-            raise ValueError(
-                f"--tokenizer {file}: SentencePiece's format is not read; convert it to tokenizer.json "
-                f"with transformers (AutoTokenizer.from_pretrained({str(file.parent)!r})"
-                f".save_pretrained('converted')) and pass --tokenizer=converted"
-            )
     raise FileNotFoundError(
         f"--tokenizer {path}: no tokenizer here; expected a folder, tokenizer.json, "
         f"tokenizer.pkl or a tiktoken encoding ({', '.join(tiktoken.list_encoding_names())}); "
-        f"the Hugging Face Hub is not searched: download tokenizer.json and name that file, or "
-        f"train a tokenizer with python -m scripts.tok_train --output-dir {path}"
+        f"SentencePiece's .model is not read: convert it with transformers' AutoTokenizer.from_pretrained(DIR)"
+        f".save_pretrained(OUT); the Hugging Face Hub is not searched: download tokenizer.json and name that file, "
+        f"or train a tokenizer with python -m scripts.tok_train --output-dir {path}"
     )
 
 

@@ -17,21 +17,18 @@ names it.
 """
 
 import functools
-import io
 import os
 import re
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from pathlib import Path
-from typing import Any, BinaryIO, Literal, NamedTuple
+from typing import Any, NamedTuple
 from urllib.parse import quote, urlsplit
 
 import numpy as np
 
 from nanochat.common import (
     Remote,
-    atomic_open,
     each,
     get_base_dir,
     hash_json,
@@ -39,6 +36,15 @@ from nanochat.common import (
     url,
 )
 from nanochat.integrations.range_cache import RangeCache, open_cache
+from nanochat.integrations.remote_files import (
+    PROXY,
+    REQUEST_BYTES,
+    TRIES,
+    Changed,
+    Garbled,
+    PinnedPath,
+    poll,
+)
 from nanochat.integrations.web_client import (
     ANSWERED,
     NO_KEY,
@@ -47,27 +53,15 @@ from nanochat.integrations.web_client import (
     get,
     moved,
     pause,
-    poll,
 )
 from nanochat.text import column_range, open_parquet, text_suffix
 
-REQUEST_BYTES = 4 << 20  # the largest range of one request
 FOOTER_BYTES = 32 << 10  # fetched at once; a larger footer needs a second request
 FOOTERS_BYTES = 64 << 20  # of footers that stay in memory, about
 RETRY_S = 0.2  # before the next attempt to get an answer that fits the request
-TRIES = 5  # attempts to get an answer that fits the request
 MAGIC = b"PAR1"  # a parquet file begins and ends with it
 FOOTER_END = 8  # bytes after the footer: its length, MAGIC
-PROXY = "bypass the proxy that changes requests between this machine and the server"
 ADVICE = "restore the old file, or start a new run (--model-tag)"
-
-
-class Changed(ValueError):
-    """The file is not the pinned version any more."""
-
-
-class Garbled(OSError):
-    """The answer does not fit the request. A retry may help."""
 
 
 # ---- ranges --------------------------------------------------------------------------------------
@@ -238,10 +232,11 @@ def own_cache() -> RangeCache:
 os.register_at_fork(after_in_child=_cache_of.cache_clear)
 
 
-class RangePath(Remote):
-    """A path whose files are read in ranges. A subclass finds the files."""
+class RangePath(PinnedPath):
+    """A path whose files are read in ranges, which stay on disk. A subclass finds the files."""
 
     keeps_ranges = True
+    copies = "web"
 
     def find(self) -> File | None:
         """The file at this path, in its first state of this launch. None if there is none."""
@@ -257,22 +252,8 @@ class RangePath(Remote):
     def is_file(self) -> bool:
         return self.find() is not None
 
-    def stat(self) -> os.stat_result:
-        """The size, and the mode of a read-only file."""
-        return os.stat_result((0o100444, 0, 0, 1, 0, 0, self.pinned().size, 0, 0, 0))
-
-    def etag(self) -> str:
-        return self.pinned().etag
-
     def sha256(self) -> str:
         return self.pinned().sha256
-
-    def open(self, mode: Literal["rb"], buffering: int = -1) -> BinaryIO:
-        """See `Remote.open`. Without buffering, each read is one range, which stays on disk."""
-        raw: Any = RangeFile(self)
-        if buffering == 0:
-            return raw
-        return io.BufferedReader(raw, max(buffering, io.DEFAULT_BUFFER_SIZE))
 
     def read(self, begin: int, end: int) -> bytes:
         """Bytes begin .. end - 1, which stay on disk."""
@@ -311,23 +292,13 @@ class RangePath(Remote):
             f"{self}: token files are read from this machine or from object storage only; download them first"
         )
 
-    def local_copy(self, cache: Path | str | None = None) -> Path:
-        """A local copy in CACHE/HOST/FOLDER. Its name begins with a hash of size and version."""
-        file = self.pinned()
-        folder = Path(cache or get_base_dir() / "web", *self.copy_folder())
-        copy = folder / f"{hash_json([file.size, file.etag])[:12]}-{self.name}"
-        if not copy.is_file() or copy.stat().st_size != file.size:
-            folder.mkdir(parents=True, exist_ok=True)
-            with atomic_open(copy) as f:
-                f.writelines(self._pieces(file))
-        return copy
-
     def copy_folder(self) -> Sequence[str]:
         """The folder of its copies, below that of all copies."""
         return self.parent.parts[1:]
 
-    def _pieces(self, file: File) -> Iterator[bytes]:
-        """The bytes of a file, in order."""
+    def pieces(self) -> Iterator[bytes]:
+        """The bytes of the file, in order."""
+        file = self.pinned()
         span = 8 * REQUEST_BYTES
         for begin in range(0, file.size, span):
             yield read_range(file, begin, min(begin + span, file.size))
@@ -337,37 +308,6 @@ class RangePath(Remote):
         """Drop what is known about files and servers."""
         for known in KNOWN:
             known.clear()
-
-
-class RangeFile(io.RawIOBase):
-    """A file as a binary file, in which each read fetches one range."""
-
-    def __init__(self, path: RangePath) -> None:
-        super().__init__()
-        self.path = path
-        self.size = path.pinned().size
-        self._at = 0
-
-    def readable(self) -> bool:
-        return True
-
-    seekable = readable
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        self._at = max(0, offset + (0, self._at, self.size)[whence])
-        return self._at
-
-    def tell(self) -> int:
-        return self._at
-
-    def readinto(self, buffer: Any) -> int:
-        begin = self._at
-        end = min(begin + len(buffer), self.size)
-        if begin >= end:
-            return 0
-        buffer[: end - begin] = self.path.read(begin, end)
-        self._at = end
-        return end - begin
 
 
 # ---- web servers ---------------------------------------------------------------------------------

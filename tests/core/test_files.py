@@ -11,7 +11,6 @@ import pyarrow.parquet as pq
 import pytest
 
 from nanochat import files
-from nanochat.curriculum import Curriculum, Phase
 from nanochat.files import DataPath, data_at, find_files, list_files
 from nanochat.sources import check, open_source, scan
 from nanochat.splits import describe_split, files_of, pin_files, split_train_val, stated_splits
@@ -57,7 +56,9 @@ def test_many_dangling_links_are_counted_and_some_named(tmp_path):
         find_files(folder)
 
 
-@pytest.mark.parametrize("name", ["README.md", ".cache", "_temporary", "lib.so", "a.c", "b.jpeg"])
+@pytest.mark.parametrize(
+    "name", ["README.md", ".cache", "_temporary", "lib.so", "a.c", "b.jpeg", "c.csv"]
+)
 def test_a_dangling_link_that_is_not_data_does_not_matter(tmp_path, name):
     folder = write(tmp_path / "data", "a.parquet")
     (folder / name).symlink_to("gone")
@@ -332,7 +333,7 @@ def test_training_and_test_folders_without_validation_stop(tmp_path):
     write(tmp_path, "train/a.jsonl", "test/a.jsonl")
     with pytest.raises(
         FileNotFoundError,
-        match=r"train/ but no val/ \(test/ is used for neither\); name .*--val-path",
+        match=r"train/ but no val/; name .*--val-path",
     ):
         split_train_val(data_at(tmp_path))
     assert split_names(tmp_path, shared=True)["val"] == {"data": ["train/a.jsonl"]}
@@ -359,9 +360,7 @@ def test_notes_in_a_txt_file_do_not_validate(tmp_path):
         "val": {"data": ["b.parquet"]},
     }
     (tmp_path / "b.parquet").unlink()
-    with pytest.raises(
-        ValueError, match=r"only one data file \(a\.parquet\) beside \.txt files.*--val-path"
-    ):
+    with pytest.raises(ValueError, match=r"only one data file, .* besides \.txt files.*--val-path"):
         split_train_val(data_at(tmp_path))
 
 
@@ -369,21 +368,6 @@ def test_validation_files_chosen_by_name_cause_no_warning_about_the_choice(tmp_p
     pinned = pin_files(write(tmp_path, *HUB))
     lines = describe_split(files_of(pinned["train"]), files_of(pinned["val"]), chosen=True)
     assert len(lines) == 2 and "validation-00000" in lines[0]
-
-
-def test_a_bucket_that_is_one_folder_deeper_is_found(tmp_path):
-    """Regression: "expected data", where data/ had the bucket."""
-    names = [f"data/{bucket}/{i}.parquet" for bucket in ("math", "web") for i in range(2)]
-    mix = Curriculum([Phase(1000, {"math": 1})])
-    root = write(tmp_path, *names)
-    with pytest.raises(ValueError, match=f"no such bucket; {root}/data has: pass --data-path="):
-        pin_files(root, mix=mix)
-    assert [*pin_files(root / "data", mix=mix)["train"]] == ["math"]
-    spread = Curriculum([Phase(1000, {"math": 1, "data": 1})])  # no path has both
-    with pytest.raises(
-        ValueError, match=r"mixes 'math', but the data has no such bucket; expected"
-    ):
-        pin_files(root, mix=spread)
 
 
 def test_names_of_sources_are_topics():
@@ -607,5 +591,5 @@ def test_a_folder_that_tok_shards_has_only_begun_is_not_called_text(tmp_path):
     tokenizer = tmp_path / "shards/tokenizer/tokenizer.json"
     tokenizer.parent.mkdir(parents=True)
     tokenizer.write_text("{}")
-    with pytest.raises(FileNotFoundError, match=r"no \.bin file below it; .* has not finished"):
+    with pytest.raises(FileNotFoundError, match=r"no \.bin file below it; .*tok_shards resumes"):
         list_files(data_at(tmp_path / "shards"), "shards")

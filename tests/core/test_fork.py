@@ -15,7 +15,7 @@ from nanochat.common import show
 from nanochat.run_dir import cursor_files, read_config
 from nanochat.run_facts import origin_sentences, sentences_about
 from nanochat.run_reader import RunReader, unbalanced
-from nanochat.text_kinds import warn_once
+from nanochat.text import warn_once
 from nanochat.tokenizer import RustBPETokenizer
 from scripts import inspect_data, status, validate
 from tests import training

@@ -1,4 +1,4 @@
-"""Prepared folders: other kinds of rows, interruptions, damage, older runs, and the command."""
+"""Prepared folders: other kinds of rows, interruptions, damage, and the command."""
 
 import contextlib
 import errno
@@ -16,7 +16,7 @@ import pytest
 from nanochat import prepare
 from nanochat.common import Stop, check_stop, stops_if
 from nanochat.files import data_at
-from nanochat.pins import fingerprint, read_manifests
+from nanochat.pins import fingerprint
 from nanochat.sources import check, check_files, open_source, scan, warn_of_arrivals
 from nanochat.splits import pin_files
 from nanochat.text import ALL, Selection
@@ -141,15 +141,6 @@ def test_a_later_launch_reads_the_folder_of_the_first_although_it_holds_more(dat
     assert len(folders(base_dir)) == 1
 
 
-def test_a_line_says_what_the_prepared_documents_are_for(data, caplog):
-    with caplog.at_level("INFO"):
-        manifests = pin_files(data, selection=TWENTIETH)
-        check_files({"train": {}, "val": manifests["val"]})
-    lines = [line for line in caplog.messages if line.startswith("text: ")]
-    assert "3 files with 57 documents for training and 3 documents for validation" in lines[0]
-    assert "text: prepared before, in " in lines[1]
-
-
 # ---- once ----------------------------------------------------------------------------------------
 
 
@@ -252,7 +243,9 @@ def test_a_damaged_page_is_an_error_that_names_the_prepared_file(data):
     with open(place, "r+b") as file:
         file.seek(40)
         file.write(b"\xff" * 9)
-    with pytest.raises(ValueError, match=r"a\.jsonl\.parquet: .*delete the file; the next launch"):
+    with pytest.raises(
+        ValueError, match=r"a\.jsonl\.parquet: .*delete the file .*; the next launch"
+    ):
         list(open_source(manifest, ByteTokenizer()).texts(0))
 
 
@@ -260,7 +253,7 @@ def test_a_prepared_file_that_vanishes_while_a_run_reads_it_is_one_sentence(data
     manifest = scan(data)
     source = open_source(manifest, ByteTokenizer())
     prepare.main(["--remove"])
-    with pytest.raises(FileNotFoundError, match=r"gone; the next launch prepares it again$"):
+    with pytest.raises(FileNotFoundError, match=r"gone; .*the next launch prepares it again$"):
         list(source.texts(0))
 
 
@@ -355,51 +348,6 @@ def test_a_file_that_arrived_after_the_run_began_is_named(data, caplog):
     assert "1 file that arrived after this run began: new/d.jsonl" in message
 
 
-@pytest.fixture
-def older(tmp_path):
-    """A function that gives a manifest as older code pinned it: by the bytes of the parquet file
-    that it wrote. Returns (its fingerprint then, the manifest as it is read now)."""
-
-    def older(manifest):
-        entries = []
-        for entry in manifest["files"]:
-            rest = {name: value for name, value in entry.items() if name != "parquet"}
-            entries.append({**rest, "size": 7, "footer": "00", "own_size": entry["size"]})
-        old = {**manifest, "files": entries}
-        path = tmp_path / "data_manifest.json"
-        path.write_text(json.dumps({"train": {"data": old}, "val": {}}))
-        return fingerprint(old), read_manifests(path)["train"]["data"]
-
-    return older
-
-
-def test_a_run_that_older_code_began_keeps_its_fingerprint(data, older):
-    before, old = older(scan(data, selection=Selection(min_chars=5)))
-    found = check(check(old))
-    assert fingerprint(found) == fingerprint(old) == before
-    [first, *_] = open_source(found, ByteTokenizer()).texts(0)
-    assert first in DOCUMENTS
-
-
-def test_a_run_that_older_code_began_pins_the_hashes_when_it_resumes(data, older):
-    _, old = older(scan(data))
-    found = check(old)
-    hashes = [entry["footer"] for entry in found["files"]]
-    assert hashes == [entry["footer"] for entry in scan(data)["files"]]
-
-
-def test_changed_documents_of_a_run_that_older_code_began_are_an_error(data, older):
-    """The file keeps its size, of which alone older code had a record."""
-    _, old = older(scan(data))
-    lines = (data / "b.jsonl").read_text().splitlines()
-    number = next(i for i, line in enumerate(lines) if len(line) > 30)
-    shorter = json.dumps({"text": json.loads(lines[number])["text"][:-9]})
-    lines[number] = shorter.ljust(len(lines[number]))
-    (data / "b.jsonl").write_text("\n".join(lines) + "\n")
-    with pytest.raises(ValueError, match=r"b\.jsonl: it has changed since this run began \(tokens"):
-        check(old)
-
-
 # ---- the command ---------------------------------------------------------------------------------
 
 
@@ -470,14 +418,13 @@ def test_a_folder_that_is_linked_names_the_files_of_its_own(data, base_dir, caps
     moved = data.rename(data.with_name("moved"))
     scan(moved)
     prepare.main([])
-    assert f"{moved}: a.jsonl, " in capsys.readouterr().out
+    assert f"{moved}/a.jsonl, " in capsys.readouterr().out
 
 
-def test_the_command_removes_all_folders_and_those_of_older_versions(data, base_dir, capsys):
+def test_the_command_removes_all_folders(data, base_dir):
     scan(data)
-    (base_dir / "converted/0123").mkdir(parents=True)
     prepare.main(["--remove"])
-    assert folders(base_dir) == [] and not (base_dir / "converted").exists()
+    assert folders(base_dir) == []
 
 
 def test_the_command_removes_the_named_folder_alone(data, base_dir):
@@ -488,16 +435,6 @@ def test_the_command_removes_the_named_folder_alone(data, base_dir):
     assert folders(base_dir) == [second]
     with pytest.raises(ValueError, match="no such folder"):
         prepare.main(["../runs", "--remove"])
-
-
-def test_the_list_names_a_common_folder_and_12_digits_of_its_commit_once():
-    """Regression: the commit and the path of each file, 230 characters."""
-    folder = f"hf://datasets/own/set@{'0123456789abcdef' * 2}01234567/data"
-    names = [f"{folder}/{name}.jsonl" for name in ("a", "sub/b")]
-    described = "hf://datasets/own/set@0123456789ab/data: a.jsonl, sub/b.jsonl"
-    assert prepare.describe_sources(names) == described
-    assert prepare.describe_sources(["/a/x.jsonl"]) == "/a: x.jsonl"
-    assert prepare.describe_sources(["hf://a/x", "hf://b/x"]) == "hf://a/x, hf://b/x"
 
 
 def test_a_file_is_prepared_under_the_same_name_with_and_without_other_files(tmp_path):

@@ -240,7 +240,7 @@ def test_one_file_trains_validates_and_resumes_with_the_digests_of_its_shards(
             *flags,
         ]
         assert tok_shards.main(shards) == 0
-        assert "documents shorter than --min-chars skipped" in capsys.readouterr().out
+        assert "documents shorter than --min-chars 50" in capsys.readouterr().out
         manifest = json.loads((base / "shards/train/data/manifest.json").read_text())
         assert (
             manifest["arguments"]["min_chars"] == 50

@@ -113,7 +113,11 @@ DATA = [  # (command line, files, words)
     ("base_train --data-path=data --val-path=nowhere", {}, ("nowhere",)),
     # a download that never was
     ("base_train --val-path=data", {}, ("climbmix", "nanochat.dataset")),
-    ("base_train --data-path=one", {"one/only.parquet": TEXTS}, ("only.parquet", "--val-path")),
+    (
+        "base_train --data-path=one",
+        {"one/only.parquet": TEXTS},
+        ("only one data file", "--val-path"),
+    ),
     (
         ONE + " --strict",
         {"one/only.parquet": [*TEXTS, None, None]},
@@ -148,7 +152,7 @@ DATA = [  # (command line, files, words)
     (
         "base_train --data-path=one",
         {"one/train/a.parquet": TEXTS, "one/test/a.parquet": TEXTS},
-        ("it has train/ but no val/ (test/ is used for neither)", "--val-path"),
+        ("it has train/ but no val/", "--val-path"),
     ),
     (
         "base_train --order=megatron --data-args-path=gone.txt",
@@ -199,9 +203,13 @@ SHARDS = [
     (
         "base_train --data-path=data --data-format=shards",
         {},
-        ("no .bin file", "--data-format text"),
+        ("no .bin file", "check --data-path and --data-format (text, shards"),
     ),
-    ("base_train --data-path=shards", {}, ("no .parquet", "--data-format shards")),
+    (
+        "base_train --data-path=shards",
+        {},
+        ("no .parquet", "check --data-path and --data-format (text, shards"),
+    ),
     ("base_train --data-path=data --packing=binned", {}, ("--packing binned", "--packing bestfit")),
     (
         f"{PAIRS} --tokenizer=other",
@@ -322,7 +330,7 @@ RESUMED = [  # an unfinished run that is not resumed
     (
         "base_train --model-tag=run --data-path=other",
         {**UNFINISHED, "other/a.parquet": TEXTS},
-        ("other: shard_", "this run has read it in", "name that folder"),
+        ("other/shard_", "does not exist", "name the folder of all files (it was "),
     ),
     (
         "base_train --model-tag=run --resume=runs/run/checkpoints/checkpoint-5",

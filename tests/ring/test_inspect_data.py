@@ -283,7 +283,7 @@ def test_a_run_whose_data_was_moved_is_read_where_data_path_says(run_dir):
     data = run_dir.parents[1] / "data"
     moved = data.rename(data.with_name("moved"))
     assert (
-        "name its folder with --data-path"
+        "name the folder of all files"
         in command(inspect_data.main, "rows", run_dir, "--step=3").err
     )
     assert run("rows", run_dir, "--step=3", f"--data-path={moved}") == before

@@ -430,7 +430,7 @@ def test_sentencepieces_model_is_refused_with_its_conversion(tmp_path, monkeypat
     monkeypatch.chdir(tmp_path)
     (tmp_path / "x.model").touch()
     with pytest.raises(
-        ValueError, match=r"--tokenizer x\.model: .* convert it to tokenizer\.json .*AutoTokenizer"
+        FileNotFoundError, match=r"--tokenizer \S+: .* convert it with transformers' AutoTokenizer"
     ):
         get_tokenizer(name)
 

@@ -45,23 +45,12 @@ def test_manifests_survive_the_disk(base_dir, tmp_path):
     assert read_manifests(path) == manifests == check_files(read_manifests(path))
 
 
-def test_a_pin_of_older_code_keeps_its_fingerprint(tmp_path):
-    old = {"name": "b.jsonl", "size": 700, "footer": "f00d", "groups": [9]}
-    path = tmp_path / "data_manifest.json"
-    bucket = {"root": "/disk", "files": [{**old, "own_size": 1234}]}
-    path.write_text(json.dumps({"train": {"web": bucket}, "val": {}}))
-    manifest = read_manifests(path)["train"]["web"]
-    now = {**old, "size": 1234, "footer": "", "parquet": "", "written": [700, "f00d"]}
-    assert manifest["files"] == [now]
-    assert fingerprint(manifest) == fingerprint({"root": "/disk", "files": [old]})
-
-
 def test_leaving_out_documents_changes_neither_the_given_manifests_nor_the_fingerprint(tmp_path):
     pin = {"name": "a.parquet", "size": 1, "footer": "f", "groups": [4, 4]}
     whole = {"web": {"root": "/disk", "files": [pin]}}
     text = "\ufeffa.parquet:7\r\na.parquet:0\r\n"  # as some editors write it; regression: line 1 was refused
     (tmp_path / "list.txt").write_text(text)
-    listed = leave_out(whole, tmp_path / "list.txt", {})
+    listed = leave_out(whole, tmp_path / "list.txt")
     assert listed["web"]["without"] == {"a.parquet": [0, 7]}
     assert bare(listed) == whole and "without" in listed["web"]
     assert fingerprint(listed["web"]) == fingerprint(whole["web"])
@@ -73,13 +62,13 @@ def test_a_list_for_another_version_of_a_file_is_refused(tmp_path):
     whole = {"web": {"root": "/disk", "files": [pin]}}
     listed = tmp_path / "list.txt"
     listed.write_text(f"{version_line('of', 'a.parquet', 'beef')}\na.parquet:7\n")
-    assert leave_out(whole, listed, {})["web"]["without"] == {"a.parquet": [7]}
+    assert leave_out(whole, listed)["web"]["without"] == {"a.parquet": [7]}
     for what in ("of", "searched"):
         listed.write_text(f"{version_line(what, 'a.parquet', 'f00d')}\na.parquet:7\n")
         with pytest.raises(
             ValueError, match=r"line 1: the list was made for another version of a\.parquet"
         ):
-            leave_out(whole, listed, {})
+            leave_out(whole, listed)
 
 
 def test_a_list_that_names_searched_files_tells_which_others_were_not(tmp_path):

@@ -75,9 +75,7 @@ def test_another_folder_than_that_of_the_run_is_named_as_such(folder, tmp_path):
     other.mkdir()
     for file in [*folder.iterdir()][1:]:
         shutil.copy(file, other)
-    words = (
-        rf"^{other}: \S+ is missing here, and this run has read it in {folder}; name that folder"
-    )
+    words = rf"^{other}/\S+: .* does not exist; .*name the folder of all files \(it was {folder}\)"
     with pytest.raises(FileNotFoundError, match=words):
         check(scan(folder), other)
 

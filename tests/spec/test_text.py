@@ -93,7 +93,9 @@ def test_impossible_flags_are_one_sentence(tmp_path):
         split_train_val(data_at(path), data_at(path), shared=True)
     with pytest.raises(ValueError, match=r"a\.jsonl: no document is left in .*--val-fraction 0\.1"):
         scan(path, selection=Selection(val_fraction=0.1, part="val"))
-    with pytest.raises(ValueError, match=r"a\.jsonl: no document .*; 2 shorter than --min-chars"):
+    with pytest.raises(
+        ValueError, match=r"a\.jsonl: no document .*; .*2 documents shorter than --min-chars"
+    ):
         scan(path, selection=Selection(min_chars=5))
     with pytest.raises(
         ValueError, match="or use 1% of the documents of every file with --val-fraction"

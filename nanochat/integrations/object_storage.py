@@ -327,9 +327,8 @@ class Bucket:
         keys = KEYS_HINT[self.scheme]
         service, _, _ = keys.partition("_")
         if re.search(r"169\.254\.169\.254|metadata\.google\.internal", failure.text):
-            return PermissionError, (
-                f"no credentials; set {keys}, or {service}_SKIP_SIGNATURE=true for a public bucket"
-            )
+            public = f", or {service}_SKIP_SIGNATURE=true for a public bucket"
+            return PermissionError, f"no credentials; set {keys}{public * (self.scheme != 'msc')}"
         if code == "NoSuchBucket":
             return FileNotFoundError, (
                 f"bucket {self.bucket} does not exist; check the path and {self.setting}"

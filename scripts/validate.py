@@ -148,6 +148,11 @@ def check_flags(args: argparse.Namespace, settings: Settings) -> None:
             f"--fork-from={args.fork_from}: this step was not saved, so where its data stands is not known; "
             f"make its checkpoint with python -m scripts.replay {args.fork_from}, or name a saved step"
         )
+    idle = [name for name in ("ngram", "list") if name in args.named]
+    if idle and not args.decontaminate:
+        raise ValueError(
+            f"--{idle[0]}: has no effect without --decontaminate; name a benchmark there"
+        )
     has_plan = order_of(settings).has_plan and settings.plan != "off"
     if args.plot and not has_plan:
         why = "--plan=off" if settings.plan == "off" else f"--order={settings.order}"

@@ -67,6 +67,7 @@ from nanochat.run_history import (
     history_of,
 )
 from nanochat.run_reader import RunReader, flat_numbers
+from nanochat.schedule import Schedule
 
 DATA = {"digest": "digests", "tokens": "token counts", "cursors": "cursors"}
 SERIES = {
@@ -234,6 +235,8 @@ def contents(checkpoint: Checkpoint) -> dict[str, Any]:
     for name, file in (("optimizer", OPTIMIZER_NAME), ("schedule", SCHEDULER_NAME)):
         if file in checkpoint.seal["files"]:
             state[name] = checkpoint.load(file)
+    if "schedule" in state:  # a setting that the code has gained since was at its default
+        state["schedule"] = Schedule(num_iterations=0).state() | state["schedule"]
     return state
 
 

@@ -18,12 +18,15 @@ from hypothesis import strategies as st
 from nanochat.checkpoint import (
     MODEL_NAME,
     OPTIMIZER_NAME,
+    SCHEDULER_NAME,
+    Checkpoint,
     load_checkpoint,
 )
 from nanochat.common import read_json, write_json
 from nanochat.run_dir import around_difference, changes_text, cursor_files, setting_texts
 from nanochat.run_history import Effect, Stage, find_parting, history_of
 from nanochat.run_reader import RunReader
+from nanochat.schedule import Schedule
 from scripts import average, compare_runs, tok_shards
 from tests import training
 from tests.checkpoints import of_other_code, reseal
@@ -228,6 +231,21 @@ def test_a_length_that_follows_from_another_setting_is_listed(base, changed):
     rewrite_log(changed, lambda r: r | {"num_iterations": 99} if "num_iterations" in r else r)
     rest = compare("a", changed)[2]
     assert re.search(rf"^num_iterations +{STEPS} +99$", rest, re.MULTILINE)
+
+
+def test_a_setting_that_the_schedule_has_gained_is_equal_at_its_default(base, monkeypatch):
+    """Regression: "only b has it" and exit code 1, above "no digest, loss or weight differs"."""
+    load = Checkpoint.load
+
+    def of_older_code(checkpoint, file):
+        state = load(checkpoint, file)
+        if file == SCHEDULER_NAME and "again" in checkpoint.path.parts:
+            assert state.pop("warmdown_ratio") == Schedule.warmdown_ratio, "the case"
+        return state
+
+    monkeypatch.setattr(Checkpoint, "load", of_older_code)
+    equal, summary, _ = compare("again", "a")
+    assert equal and summary.startswith("equal bit for bit")
 
 
 def test_another_seed_differs_from_step_0_on(base):

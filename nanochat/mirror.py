@@ -177,7 +177,7 @@ class RunMirror(Mirror):
             Fetch(store, marks, run_dir).check_settings(settings)
         found = (
             f"{store.where}: it holds this run up to {newest.checkpoint}; a launch would fetch what is newer than "
-            f"here, and this check is without it"
+            f"here (checkpoints only with --resume=auto, the default), and this check is without it"
         )
         return found, is_new
 

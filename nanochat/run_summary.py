@@ -93,7 +93,7 @@ def print_split(run: Run) -> None:
     unseen = [bucket for bucket in train if bucket not in val]
     if unseen and val.keys() & train.keys():
         print0(
-            f"not evaluated: {few(unseen)} (no validation file of its own; name one with --val-path)"
+            f"not evaluated: {few(unseen)} (the validation files have none of it; --val-path names others)"
         )
     _print_left_out(train, settings.without_documents)
 

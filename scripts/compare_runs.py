@@ -617,8 +617,9 @@ def versions_of(run: RunReader) -> dict[str, str]:
     values: dict[str, dict[str, None]] = {}
     for launch in run.launches:
         for name in ("code", *VERSIONS):
-            distinct = values.setdefault(name, {})
-            distinct[show(launch.started.get(name))] = None
+            if name in launch.started:  # older logs lack some
+                distinct = values.setdefault(name, {})
+                distinct[show(launch.started[name])] = None
     return {name: ", then ".join(distinct) for name, distinct in values.items()}
 
 

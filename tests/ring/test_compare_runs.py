@@ -99,6 +99,16 @@ def test_another_instruction_set_is_named_as_the_cause(base, changed):
     assert re.search(r"cpu_capability +\w+ +AVX1024\n\ncause: the processors differ", rest)
 
 
+def test_a_version_that_an_older_log_lacks_is_not_a_difference(base, changed):
+    def older(record):
+        record = {name: value for name, value in record.items() if not name.startswith("cpu")}
+        return record | ({"loss": 0.0} if "loss" in record else {})
+
+    rewrite_log(changed, older)
+    _, _, rest = compare("a", changed)
+    assert "versions that differ" not in rest and "cause:" not in rest
+
+
 def test_equal_runs_list_what_is_equal(base):
     equal, summary, rest = compare(base / "runs" / "a", "again")
     state = compare_runs.contents(load_checkpoint(base / "runs/a/checkpoints/final"))

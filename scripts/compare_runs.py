@@ -517,7 +517,7 @@ def verdict(parts: Sequence[Part], parting: Parting, last: int) -> str:
     if not effects:
         if sign is None:
             return "as expected: they do the same, and no digest, loss or weight differs"
-        return f"unexpected: no change should act by then, but {sign.text} differs"
+        return f"unexpected: no change of a fork acts by then, but {sign.text} differs"
     change = effect_text(merged(effects))
     # a difference must have appeared where the first of the certain changes shows
     certain = [effect for effect in effects if not effect.may_be_later]

@@ -445,7 +445,12 @@ def test_a_fork_that_changes_nothing_equals_its_parent_from_its_first_step_on(fa
         (CODE, "loss", 6, "as expected: the loss of step 6 is the first difference: code of nano"),
         (CODE, "loss", 99, "as expected: nothing differs yet: code of nanochat/gpt.py acts"),
         (CODE, "digest", 4, "unexpected: the digest of step 4 differs, but code of nanochat/gpt"),
-        ({}, "loss", 6, "unexpected: no change should act by then, but the loss of step 6 differs"),
+        (
+            {},
+            "loss",
+            6,
+            "unexpected: no change of a fork acts by then, but the loss of step 6 differs",
+        ),
         ({"eval_every": [4, 2]}, "loss", 99, "as expected: they do the same, and no digest"),
         (RATE | ROWS, "digest", 4, "as expected: the digest of step 4 is the first difference: pa"),
     ],

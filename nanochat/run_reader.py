@@ -814,10 +814,10 @@ def ledger_table(
         f"Ledger after {step:,} steps, in tokens. {verdict}\n"
         f"A row has T + 1 = {T + 1:,} tokens, because inputs and targets overlap. 'documents': number of those\n"
         f"that a packer took in, 0 in an order of samples; 'read': their tokens, before any of them is in a row.\n"
-        f"'bos': inserted tokens; 'repeated': those that an earlier row holds, too; 'emitted': in rows; 'cropped':\n"
-        f"dropped; 'pending': not in rows yet; 'padded': in rows, of no document. 'rows': packed; 'epochs': the\n"
-        f"number, from 0, of the pass that the lane furthest ahead reads; with fewer documents than lanes, some begin\n"
-        f"with a later one. 'cropped %': share of emitted + cropped."
+        f"'bos': inserted tokens; 'repeated': those that another row holds, too; 'emitted': in rows; 'cropped':\n"
+        f"dropped; 'pending': not in rows yet; 'padded': in rows, of no document. 'rows': packed; 'epochs': complete\n"
+        f"passes over the bucket, in the lane furthest ahead; with fewer documents than lanes, some begin with a\n"
+        f"later one. 'cropped %': share of emitted + cropped."
     )
     if note:
         text += f"\n{note}"

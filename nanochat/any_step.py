@@ -40,7 +40,7 @@ def check_step(run_dir: Path, step: int) -> None:
     if step > trained:
         raise ValueError(
             f"{run_dir.name}@{step}: the run has trained {counted(trained, 'step')}; name one of its steps, or "
-            f"train further"
+            f"leave out @{step} where its newest weights will do"
         )
 
 

@@ -30,7 +30,7 @@ import numpy as np
 from tqdm import tqdm
 
 from nanochat.cli import did_you_mean
-from nanochat.common import AnyPath, counted, is_remote
+from nanochat.common import AnyPath, counted, few, is_remote
 from nanochat.order import Order, StreamConfig, open_order
 from nanochat.pins import place_of
 from nanochat.rows import Row
@@ -425,9 +425,8 @@ def find_document(data: Mapping[str, Mapping[str, Source]], name: str) -> tuple[
             for entry in source.manifest["files"]:
                 known.setdefault(entry["name"], (split, bucket, sum(entry["groups"])))
     if file not in known:
-        files = ", ".join([*known][:4])
         raise ValueError(
-            f"{name}: the run has no file {file}; its files are {files}, ...{did_you_mean(file, [*known])}"
+            f"{name}: the run has no file {file}; its files are {few(known)}{did_you_mean(file, known)}"
         )
     split, bucket, count = known[file]
     if in_file >= count:

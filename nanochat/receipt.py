@@ -47,7 +47,7 @@ from nanochat.common import (
     read_json,
 )
 from nanochat.config import Settings, fields_of, flag
-from nanochat.files import data_at
+from nanochat.files import MANIFEST_NAME, data_at
 from nanochat.pins import Manifest, Pin, pins_of
 from nanochat.run_dir import CONFIG_NAME, read_cursors
 from nanochat.run_order import stream_config
@@ -111,7 +111,8 @@ class FileLine(NamedTuple):
         if self.is_other_content(now):
             return f"{path}: its contents have changed (hash {now.content[:16]}, the receipt says {self.content[:16]})"
         if now.pin != self.pin:
-            return f"{path}: its documents or groups have changed (pin {now.pin}, the receipt says {self.pin})"
+            what = f"its documents or groups, or the {MANIFEST_NAME} beside it, have changed"
+            return f"{path}: {what} (pin {now.pin}, the receipt says {self.pin})"
         return ""
 
 
@@ -331,7 +332,7 @@ def compare_file(pair: tuple[FileLine, Pin], root: AnyPath, remedy: str) -> File
     path = root / file.name
     now = describe_file(root, entry, by_sha256=file.content.startswith(SHA256))
     if problem := file.differs(path, now):
-        raise ValueError(f"{problem}, so the run was trained on a different file; {remedy}")
+        raise ValueError(f"{problem}, so it does not give the run's rows; {remedy}")
     return now
 
 

@@ -80,10 +80,11 @@ TRAIN_SAMPLE = (
     "The sample of the training files is a sign of overfitting only if the run has read these files, and if the gap to "
     "validation is large; between a few documents, a gap may also be chance."
 )
-OF_BPB = {  # in an evaluation, unless it skipped them, or is of older code
+OF_MODES = {  # in an evaluation, unless it skipped them, or is of older code
     **dict.fromkeys(("val_bpb", "val_loss", "unigram_bpb"), float | None),
     "eval_tokens": int,
     "val_buckets": dict,
+    "core": {"results": dict, "items": int},
 }
 Table = list[tuple[Any, ...]]
 LogRecord = dict[str, Any]  # a line of the log
@@ -565,8 +566,8 @@ class RunReader:
             if path.name != EVAL_NAME and not number.isdecimal():
                 continue  # a file that the user named
             evaluation = read_json(path, EVALUATION)
-            shape = {name: kind for name, kind in OF_BPB.items() if name in evaluation}
-            check_shape(evaluation, shape, path)
+            shape = {name: kind for name, kind in OF_MODES.items() if name in evaluation}
+            check_shape(evaluation, shape, path, ending="; delete it and rerun scripts.base_eval")
             evaluations.append(evaluation)
         return sorted(evaluations, key=lambda evaluation: -evaluation["step"])
 
@@ -813,10 +814,10 @@ def ledger_table(
         f"Ledger after {step:,} steps, in tokens. {verdict}\n"
         f"A row has T + 1 = {T + 1:,} tokens, because inputs and targets overlap. 'documents': number of those\n"
         f"that a packer took in, 0 in an order of samples; 'read': their tokens, before any of them is in a row.\n"
-        f"'bos': inserted tokens; 'repeated': those that an earlier row holds, too; 'emitted': in rows; 'cropped':\n"
-        f"dropped; 'pending': not in rows yet; 'padded': in rows, of no document. 'rows': packed; 'epochs': the\n"
-        f"number, from 0, of the pass that the lane furthest ahead reads; with fewer documents than lanes, some begin\n"
-        f"with a later one. 'cropped %': share of emitted + cropped."
+        f"'bos': inserted tokens; 'repeated': those that another row holds, too; 'emitted': in rows; 'cropped':\n"
+        f"dropped; 'pending': not in rows yet; 'padded': in rows, of no document. 'rows': packed; 'epochs': complete\n"
+        f"passes over the bucket, in the lane furthest ahead; with fewer documents than lanes, some begin with a\n"
+        f"later one. 'cropped %': share of emitted + cropped."
     )
     if note:
         text += f"\n{note}"

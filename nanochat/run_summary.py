@@ -92,7 +92,7 @@ def print_split(run: Run) -> None:
     unseen = [bucket for bucket in train if bucket not in val]
     if unseen and val.keys() & train.keys():
         print0(
-            f"not evaluated: {few(unseen)} (no validation file of its own; name one with --val-path)"
+            f"not evaluated: {few(unseen)} (the validation files have none of it; --val-path names others)"
         )
     _print_left_out(train, settings.without_documents)
 
@@ -338,8 +338,8 @@ def size_text(num_bytes: int) -> str:
 def padding_note(layout: StepLayout) -> str:
     """How much of a step is padding, and the --device-batch-size with the least of it."""
     return (
-        f"{layout.dead_share:.0%} of the computed rows are padding; the least have those --device-batch-size that "
-        f"divide {layout.rows_of_longest_leaf}, the most rows of a leaf or process"
+        f"{layout.dead_share:.0%} of the computed rows are padding; a --device-batch-size that divides "
+        f"{layout.rows_of_longest_leaf}, the most rows of a leaf or process, has the least of it"
     )
 
 

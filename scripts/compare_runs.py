@@ -67,6 +67,7 @@ from nanochat.run_history import (
     history_of,
 )
 from nanochat.run_reader import RunReader, flat_numbers
+from nanochat.schedule import Schedule
 
 DATA = {"digest": "digests", "tokens": "token counts", "cursors": "cursors"}
 SERIES = {
@@ -234,6 +235,8 @@ def contents(checkpoint: Checkpoint) -> dict[str, Any]:
     for name, file in (("optimizer", OPTIMIZER_NAME), ("schedule", SCHEDULER_NAME)):
         if file in checkpoint.seal["files"]:
             state[name] = checkpoint.load(file)
+    if "schedule" in state:  # a setting that the code has gained since was at its default
+        state["schedule"] = Schedule(num_iterations=0).state() | state["schedule"]
     return state
 
 
@@ -514,7 +517,7 @@ def verdict(parts: Sequence[Part], parting: Parting, last: int) -> str:
     if not effects:
         if sign is None:
             return "as expected: they do the same, and no digest, loss or weight differs"
-        return f"unexpected: no change should act by then, but {sign.text} differs"
+        return f"unexpected: no change of a fork acts by then, but {sign.text} differs"
     change = effect_text(merged(effects))
     # a difference must have appeared where the first of the certain changes shows
     certain = [effect for effect in effects if not effect.may_be_later]
@@ -614,8 +617,9 @@ def versions_of(run: RunReader) -> dict[str, str]:
     values: dict[str, dict[str, None]] = {}
     for launch in run.launches:
         for name in ("code", *VERSIONS):
-            distinct = values.setdefault(name, {})
-            distinct[show(launch.started.get(name))] = None
+            if name in launch.started:  # older logs lack some
+                distinct = values.setdefault(name, {})
+                distinct[show(launch.started[name])] = None
     return {name: ", then ".join(distinct) for name, distinct in values.items()}
 
 

@@ -88,8 +88,8 @@ def test_the_note_on_padding_names_the_batch_sizes_with_the_least_of_it(W, K, B,
     """Regression: 3 processes on 8 lanes were told to avoid it with a divisor of 5."""
     layout = StepLayout(8, 16, B, 0, W, K)
     text = padding_note(layout)
-    assert text.startswith(f"{percent}% of") and f"divide {divided}," in text
-    rows = int(re.search(r"divide (\d+)", text)[1])
+    assert text.startswith(f"{percent}% of") and f"divides {divided}," in text
+    rows = int(re.search(r"divides (\d+)", text)[1])
     shares = {size: replace(layout, device_batch_size=size).dead_share for size in range(1, 17)}
     best = [size for size, share in shares.items() if share == min(shares.values())]
     assert best == [size for size in shares if rows % size == 0]

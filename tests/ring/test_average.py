@@ -107,4 +107,5 @@ def test_rows_and_documents_are_asked_of_the_run_that_was_averaged(copied):
         assert outcome.code == 1 and MEAN in outcome.err
     error = command(receipt.main, "run-average-2").err
     assert MEAN in error and "name the run that trained them" in error and "log" not in error
-    assert "the run has trained 0 steps" in command(replay.main, "run-average-2@1").err
+    error = command(replay.main, "run-average-2@1").err
+    assert "the run has trained 0 steps" in error and "leave out @1" in error

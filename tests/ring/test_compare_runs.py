@@ -18,12 +18,15 @@ from hypothesis import strategies as st
 from nanochat.checkpoint import (
     MODEL_NAME,
     OPTIMIZER_NAME,
+    SCHEDULER_NAME,
+    Checkpoint,
     load_checkpoint,
 )
 from nanochat.common import read_json, write_json
 from nanochat.run_dir import around_difference, changes_text, cursor_files, setting_texts
 from nanochat.run_history import Effect, Stage, find_parting, history_of
 from nanochat.run_reader import RunReader
+from nanochat.schedule import Schedule
 from scripts import average, compare_runs, tok_shards
 from tests import training
 from tests.checkpoints import of_other_code, reseal
@@ -94,6 +97,16 @@ def test_another_instruction_set_is_named_as_the_cause(base, changed):
     _, summary, rest = compare("a", changed)
     assert summary.startswith("same data; losses differ first at step 0")
     assert re.search(r"cpu_capability +\w+ +AVX1024\n\ncause: the processors differ", rest)
+
+
+def test_a_version_that_an_older_log_lacks_is_not_a_difference(base, changed):
+    def older(record):
+        record = {name: value for name, value in record.items() if not name.startswith("cpu")}
+        return record | ({"loss": 0.0} if "loss" in record else {})
+
+    rewrite_log(changed, older)
+    _, _, rest = compare("a", changed)
+    assert "versions that differ" not in rest and "cause:" not in rest
 
 
 def test_equal_runs_list_what_is_equal(base):
@@ -228,6 +241,21 @@ def test_a_length_that_follows_from_another_setting_is_listed(base, changed):
     rewrite_log(changed, lambda r: r | {"num_iterations": 99} if "num_iterations" in r else r)
     rest = compare("a", changed)[2]
     assert re.search(rf"^num_iterations +{STEPS} +99$", rest, re.MULTILINE)
+
+
+def test_a_setting_that_the_schedule_has_gained_is_equal_at_its_default(base, monkeypatch):
+    """Regression: "only b has it" and exit code 1, above "no digest, loss or weight differs"."""
+    load = Checkpoint.load
+
+    def of_older_code(checkpoint, file):
+        state = load(checkpoint, file)
+        if file == SCHEDULER_NAME and "again" in checkpoint.path.parts:
+            assert state.pop("warmdown_ratio") == Schedule.warmdown_ratio, "the case"
+        return state
+
+    monkeypatch.setattr(Checkpoint, "load", of_older_code)
+    equal, summary, _ = compare("again", "a")
+    assert equal and summary.startswith("equal bit for bit")
 
 
 def test_another_seed_differs_from_step_0_on(base):
@@ -417,7 +445,12 @@ def test_a_fork_that_changes_nothing_equals_its_parent_from_its_first_step_on(fa
         (CODE, "loss", 6, "as expected: the loss of step 6 is the first difference: code of nano"),
         (CODE, "loss", 99, "as expected: nothing differs yet: code of nanochat/gpt.py acts"),
         (CODE, "digest", 4, "unexpected: the digest of step 4 differs, but code of nanochat/gpt"),
-        ({}, "loss", 6, "unexpected: no change should act by then, but the loss of step 6 differs"),
+        (
+            {},
+            "loss",
+            6,
+            "unexpected: no change of a fork acts by then, but the loss of step 6 differs",
+        ),
         ({"eval_every": [4, 2]}, "loss", 99, "as expected: they do the same, and no digest"),
         (RATE | ROWS, "digest", 4, "as expected: the digest of step 4 is the first difference: pa"),
     ],

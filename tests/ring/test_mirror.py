@@ -600,7 +600,11 @@ def test_validate_says_what_the_mirror_holds_and_changes_nothing(machine, place)
         assert "it holds this run up to final" in validated(num_iterations=2, mirror_to=place)
     before = training.fingerprint(place)
     with machine("b"):
-        assert "it holds this run up to final" in validated(num_iterations=2, mirror_to=place)
+        shown = validated(num_iterations=2, mirror_to=place)
+        assert "it holds this run up to final" in shown
+        assert "checkpoints only with --resume=auto" in shown, (
+            "a launch that names one fetches none"
+        )
         assert training.fingerprint(place) == before and not training.run_dir().exists()
         lost = place / "not mounted" / "mirror"
         assert "does not exist; mount its disk" in validated(num_iterations=2, mirror_to=lost)

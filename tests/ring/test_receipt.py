@@ -191,7 +191,7 @@ def test_the_file_with_one_changed_word_is_named(work):
     sentence = refused(work, "--steps=0")
     assert (
         sentence.startswith(f"{path}: its contents have changed (hash ")
-        and "on a different file" in sentence
+        and "does not give the run's rows" in sentence
     )
     write_shard(path, documents[:-1], **PLAIN)
     assert re.match(rf"{path}: it has \d+ bytes, the receipt says \d+, so", refused(work))
@@ -209,7 +209,8 @@ def test_a_copy_of_token_files_without_the_runs_manifests_is_refused(tmp_path, m
         manifest.rename(tmp_path / "manifest.json")
         shutil.rmtree(manifest.parent / ".records")
         sentence = refused(tmp_path, data="shards")
-        assert "its documents or groups have changed" in sentence
+        assert "or the manifest.json beside it, have changed" in sentence
+        assert "different file" not in sentence, "it has the same bytes"
         (tmp_path / "manifest.json").rename(manifest)
         verified(tmp_path, data="shards")
 

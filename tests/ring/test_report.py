@@ -203,6 +203,14 @@ def test_an_evaluation_of_an_older_checkpoint_does_not_replace_the_final_figures
     assert "At the evaluation after 6 steps, prompted:" in text
 
 
+def test_a_score_without_its_number_of_items_is_one_sentence(run):
+    """Regression: a traceback, for the score of older code."""
+    older = {name: value for name, value in CORE.items() if name != "items"}
+    write_json(run / "eval.json", {**EVALUATION, "core": older})
+    outcome = command(report.main, "run")
+    assert outcome.code == 1 and "core.items: expected" in outcome.err and "rerun" in outcome.err
+
+
 def test_a_run_that_was_lengthened_has_the_figures_of_its_new_length(copied):
     """Regression: those that follow from the settings were those of the first launch."""
     before = RunReader(training.run_dir()).last_config["derived"]

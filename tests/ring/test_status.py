@@ -15,6 +15,7 @@ import pytest
 
 from nanochat import run_state
 from nanochat.common import write_json
+from nanochat.run_facts import event_sentences
 from nanochat.run_owner import claim, exit_code
 from nanochat.run_reader import RunReader
 from nanochat.run_state import STATE_NAME, identify, read_state
@@ -331,6 +332,8 @@ def test_a_fork_counts_only_its_own_steps_that_were_not_applied(base, capsys):
         log.writelines(json.dumps(record) + "\n" for record in records)
     assert status.main(["kf"]) == 0
     assert re.search(r"steps not applied +2\n", capsys.readouterr().out)
+    told = "It did not apply 2 steps, most recently step 25."
+    assert event_sentences(RunReader(path)) == [told]
 
 
 def test_forks_are_below_their_parent_with_their_step_and_changes(base, capsys):

@@ -483,5 +483,5 @@ def test_a_bucket_without_validation_data_is_named(workplace):
     }
     path = changed["curriculum"]
     path.write_text(path.read_text().replace("tiny", "small").replace("0}", "1}"))
-    without = "not evaluated: small (no validation file of its own; name one with --val-path"
-    assert f"{without})" in checked(**given(workplace / "two", **changed))[1]
+    without = "not evaluated: small (the validation files have none of it; --val-path names others)"
+    assert without in checked(**given(workplace / "two", **changed))[1]

@@ -175,7 +175,7 @@ class RunMirror(Mirror):
             Fetch(store, marks, run_dir).check_settings(settings)
         return (
             f"{store.where}: it holds this run up to {newest.checkpoint}; a launch would fetch what is newer than "
-            f"here, with the run's tokenizer if it is not here, and this check is without it"
+            f"here, with the run's tokenizer if none is here (so train none), and this check is without it"
         )
 
     def lost(self) -> str:

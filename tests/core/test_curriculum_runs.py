@@ -198,14 +198,14 @@ def test_a_run_with_only_dry_buckets_halts_even_if_exhaustion_is_allowed(workpla
 
 
 @pytest.mark.parametrize("allowed", [None, True])
-def test_a_fork_of_a_run_whose_buckets_are_all_dry_is_refused_by_its_plan(workplace, allowed):
+def test_a_fork_of_a_run_whose_buckets_are_all_dry_needs_other_data(workplace, allowed):
     """Regression: --allow-bucket-exhaustion was advised, which such a run had; and where there is no
     other bucket."""
     last = halt(mix_file([(1000, {"tiny": 1})]), allow_bucket_exhaustion=allowed)
     assert "--allow-bucket-exhaustion" not in last
     with mock.patch.object(training, "flags", lambda **named: training.as_flags(named)):
-        error = training.refuse(fork_from="run", model_tag="same", plan="error")
-    assert "the run halts before step" in error
+        error = training.refuse(fork_from="run", model_tag="same")
+    assert "--data-path" in error and "--allow-bucket-exhaustion" not in error
 
 
 def test_the_file_may_allow_more_passes(workplace):
@@ -262,9 +262,9 @@ def test_a_halted_run_keeps_its_curriculum_and_a_new_run_continues_with_another(
     )
     halted = len(steps())
     with mock.patch.object(training, "flags", lambda **named: training.as_flags(named)):
-        error = training.refuse(fork_from="run", model_tag="same", plan="error")
-    assert f"the run halts before step {halted} of" in error, "it would take the same rows"
-    assert "--allow-bucket-exhaustion" in error
+        error = training.refuse(fork_from="run", model_tag="same")
+    assert f"halted: step {halted}: lane" in error and "--allow-bucket-exhaustion" in error
+    assert "earlier step" not in error, "from there on, a fork takes the same rows"
     succeed(more, num_iterations=halted + 2, model_tag="next", fork_from="run")
     after = rows("final", "next")
     assert {b for b in after if after[b] > before.get(b, 0)} == {"web", "tiny"}, (

@@ -402,7 +402,7 @@ def _joined(
         if own is None:
             raise FileNotFoundError(
                 f"{manifest['root']}/{entry['name']}: missing or validation data, but {run} trains on the file of "
-                f"this name{place}; a fork may add files, or read none of its parent's"
+                f"this name{place}; name data with --data-path or --val-path that has all files of the parent, or none"
             )
         own = keep_groups(own, entry)
         if pins_of(own) != pins_of(entry):

@@ -133,6 +133,7 @@ def branch_off(settings: Settings, parent: Parent) -> Settings:
         return settings  # it has not saved yet; all else was decided when it began
     settings = _reads_where_parent_does(_inherit(settings, parent), parent)
     changes = _changes(settings, parent)
+    _check_halt(settings, parent, changes)
     tokens = checkpoint.seal["progress"]["tokens"]
     earlier = Fork.of(parent.settings.fork)
     mix_tokens = earlier.mix_tokens if earlier else 0
@@ -187,6 +188,18 @@ def rate_jump(
     before = theirs.lr(checkpoint.step - 1)
     after = ours.lr(checkpoint.step)
     return (before, after) if after > 2 * before else None
+
+
+def _check_halt(settings: Settings, parent: Parent, changes: Mapping[str, Any]) -> None:
+    """ValueError if the parent halted, and these changes do not lift that."""
+    seal = parent.checkpoint.seal
+    lifts = {"data_path", "allow_bucket_exhaustion", *OF_ROWS} & changes.keys()
+    if seal.get("status") == "halted" and not lifts:
+        others = "" if seal.get("all_dry") else ", or add --allow-bucket-exhaustion"
+        raise ValueError(
+            f"--fork-from={settings.fork_from}: {parent.run_dir.name} halted: {seal['halted']}; a fork "
+            f"that reads the same data halts there, too. Change --curriculum or --data-path{others}"
+        )
 
 
 def _share_limit(settings: Settings, parent: Parent) -> int | None:
@@ -389,7 +402,7 @@ def _joined(
         if own is None:
             raise FileNotFoundError(
                 f"{manifest['root']}/{entry['name']}: missing or validation data, but {run} trains on the file of "
-                f"this name{place}; a fork may add files, or read none of its parent's"
+                f"this name{place}; name data with --data-path or --val-path that has all files of the parent, or none"
             )
         own = keep_groups(own, entry)
         if pins_of(own) != pins_of(entry):

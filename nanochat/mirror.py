@@ -175,8 +175,8 @@ class RunMirror(Mirror):
             Fetch(store, marks, run_dir).check_settings(settings)
         return (
             f"{store.where}: it holds this run up to {newest.checkpoint}; a launch would fetch what is newer than "
-            f"here (checkpoints only with --resume=auto, the default; the run's tokenizer, too, so train none), and "
-            f"this check is without it"
+            f"here (checkpoints only with --resume=auto, the default; the run's tokenizer if none is here, so train "
+            f"none), and this check is without it"
         )
 
     def lost(self) -> str:

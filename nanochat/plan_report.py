@@ -35,7 +35,7 @@ from nanochat.stream import token_share
 log = logging.getLogger(__name__)
 
 MUCH_CROPPED = 0.1  # a larger share of cropped tokens causes a warning
-MOST_CROPPED = 0.9  # a larger share is refused, unless --plan says otherwise
+MOST_LOST = 0.9  # a larger share on which no row trains is refused, unless --plan says otherwise
 # what to do about a bucket that runs dry
 WAYS = (
     "shorten the run, add data, use --long-docs=split or fewer --lanes, give the bucket less weight or more passes "
@@ -60,31 +60,33 @@ def rehearse(start: Starting, data: RunData) -> Plan:
 
 def _one_pass(
     config: StreamConfig, bucket: str, source: Source, sample: Sample, trained: int
-) -> tuple[float, float]:
+) -> tuple[float, float, float]:
     """(tokens, with BOS, that a pass over a bucket puts into rows; the share of its tokens that no row
-    holds). What is cropped is measured in rows, as in a plan: many documents are cropped to fill rows
-    that are longer than they are."""
+    holds; that on which no row trains). What is cropped is measured in rows, as in a plan: many
+    documents are cropped to fill rows that are longer than they are."""
     T = config.T
     lengths = sample.lengths
     emitted = sample.total(lengths)
-    cropped = 0.0
+    cropped = lost = 0.0
     if crops(config):
         account = sample_rows(config, bucket, Lengths(source, config, sample), trained)
         cropped = token_share(account, "cropped")
         emitted *= 1 - cropped
+        again = sample.total(np.minimum(sample.repeated, T + 1))
+        lost = 1 - max(0.0, emitted - again) / max(1.0, sample.total(lengths - sample.repeated))
     elif config.layout == "bestfit":
         # each continuation is BOS, overlap and up to T - overlap new tokens
         beyond = np.maximum(lengths - T - 1, 0)
         added = (config.overlap + 1) * np.ceil(beyond / (T - config.overlap))
         emitted += sample.total(added)
-    return emitted, cropped
+    return emitted, cropped, lost
 
 
 def print_passes(start: Starting, data: RunData) -> None:
     """For a run without a curriculum: print the size of its data in tokens, exact for files that are
     not large, otherwise estimated from a few hundred documents, and its passes over them. Its data
-    cannot run dry, so only `binned` rows need a plan. ValueError with --plan=error if nearly all of
-    a new run's tokens would be cropped."""
+    cannot run dry, so only `binned` rows need a plan. ValueError with --plan=error if the rows of a
+    new run would train on almost none of its tokens."""
     settings = start.settings
     [(bucket, source)] = data.train.items()
     T = settings.max_seq_len
@@ -93,16 +95,11 @@ def print_passes(start: Starting, data: RunData) -> None:
     trained = start.horizon.total_tokens
     sample = Sample(source)
     about = "" if sample.is_whole else "about "
-    emitted, cropped = _one_pass(config, bucket, source, sample, trained)
+    emitted, cropped, lost = _one_pass(config, bucket, source, sample, trained)
     # the last token of a row of concat is the next one's first
     per_row = T if settings.packing == "concat" else T + 1
     passes = trained / T * per_row / emitted
-    why = refuse_waste(
-        "its data",
-        passes=passes,
-        cropped=cropped,
-        about=about,
-    )
+    why = refuse_waste("its data", passes=passes, lost=lost, about=about)
     if why and settings.plan == "error" and _is_new(start):
         raise ValueError(why)
     tokens = round(sample.total(sample.lengths - 1 - sample.repeated))  # without BOS
@@ -188,13 +185,8 @@ def refusal(plan: Plan, start: Starting) -> str:
     about = "about " if plan.estimate else ""
     judged = plan.buckets if plan.crops and _is_new(start) else {}
     for name, bucket in judged.items():
-        why = refuse_waste(
-            _data_of(plan, name),
-            passes=bucket.passes,
-            cropped=bucket.cropped,
-            about=about,
-        )
-        if why:
+        data = _data_of(plan, name)
+        if why := refuse_waste(data, passes=bucket.passes, lost=bucket.lost, about=about):
             return why
     if plan.halt and not plan.estimate:
         return f"{problem(plan)}; or train up to that step with --plan=warn"
@@ -206,15 +198,16 @@ def _is_new(start: Starting) -> bool:
     return not start.config and start.settings.fork is None
 
 
-def refuse_waste(data: str, *, passes: float, cropped: float, about: str) -> str:
+def refuse_waste(data: str, *, passes: float, lost: float, about: str) -> str:
     """A sentence that says why a run should not start, because it would train again and again on
     little more than the beginnings of its documents (say on the title pages of books). Empty if it
-    should, and for runs of less than one pass, as tests are."""
-    if passes <= 1 or cropped <= MOST_CROPPED:
+    should, and for runs of less than one pass, as tests are. `lost`: see `BucketPlan`."""
+    if passes <= 1 or lost <= MOST_LOST:
         return ""
     return (
-        f"--long-docs=crop: {about}{cropped:.0%} of the tokens of {data} would be cropped, because each document "
-        f"trains its first row only; use --long-docs=split, or train on the beginnings with --plan=warn"
+        f"--long-docs=crop: no row would train on {about}{lost:.0%} of the tokens of {data}, because rows hold the "
+        f"beginnings of documents only, and what a stored window repeats of the one before has no loss; use "
+        f"--long-docs=split, or train on the beginnings with --plan=warn"
     )
 
 

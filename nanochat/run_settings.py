@@ -222,12 +222,12 @@ def _check_budget(settings: Settings, horizon: Horizon) -> None:
     is_long = end > 0 and total - end > horizon.total_batch_size
     if mix.allow_budget_mismatch or not (is_long or (is_short and not is_inherited)):
         return
-    ends = f" and ends at {end:,}" if end else ""
+    ends = f" and ends at {end:,}" if end else " and has no end"
     raise ValueError(
         f"--curriculum: its phases count from token {begin:,} of the run, the last one begins at {last:,}{ends}, but "
         f"the run trains on {total:,} ({horizon.num_iterations:,} steps); give its phases {total - begin:,} tokens in "
-        f"total, or train as long as they last with --num-iterations=-1 (the learning rates then follow that length), "
-        f"or set allow_budget_mismatch: true in the curriculum"
+        f"total, or train as long as they last with --num-iterations=-1 (if the last one has an "
+        f"end; the learning rates then follow that length), or set allow_budget_mismatch: true in the curriculum"
     )
 
 

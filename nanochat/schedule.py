@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 REFERENCE_DEPTH = 12
 MOST_STEPS = 10**9
 # what a change of the horizon does
-HORIZON = "moves the end of the run: schedules stretch or shrink from here on"
+HORIZON = "may move the end of the run: schedules then stretch or shrink from here on"
 REFERENCE_BATCH_TOKENS = 2**19
 BATCH_EXPONENT = 0.383
 

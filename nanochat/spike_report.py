@@ -4,7 +4,7 @@
     loss of a row of it       the same, above the rows of its bucket in the AROUND steps before: an outlier
 
 Any finished or running run can be asked, whatever its --skip-spikes, which decides while it trains
-(nanochat/spikes.py). Rows need the losses of rows (--row-losses) and the run's data.
+(nanochat/spikes.py). Rows need the losses of rows (RUN/logs/rows) and the run's data.
 """
 
 import json

@@ -114,7 +114,7 @@ from nanochat.tokenizer import (
     read_description,
 )
 
-EXTEND = "raise --num-iterations (with a curriculum: give its last phase more tokens)"
+EXTEND = "raise --num-iterations (if its curriculum ends there: give its last phase more tokens)"
 
 
 class Over(NamedTuple):

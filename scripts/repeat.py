@@ -68,7 +68,7 @@ from nanochat.config import Settings, changes_of, flag, from_flags
 from nanochat.files import default_data_path
 from nanochat.model_code import changed_code, code_now
 from nanochat.pins import DATA_MANIFEST, Manifests, compare_files, trains_on_same
-from nanochat.run_dir import CONFIG_NAME, run_path
+from nanochat.run_dir import run_path
 from nanochat.run_facts import validation_note, validation_text
 from nanochat.run_order import order_of
 from nanochat.run_reader import RunReader
@@ -260,8 +260,8 @@ def check_settings(run: RunReader, settings: Settings, names: Sequence[str], ret
         for name in names:
             if name in config and config[name] != ours[name]:
                 raise ValueError(
-                    f"{flag(name)}: {run.name} was trained with another value, so their results cannot be compared; "
-                    f"give the one in {run.run_dir / CONFIG_NAME}, or train {retrain} under another --name"
+                    f"{flag(name)}: {run.name} was trained with {config[name]!r}, so their results cannot be compared; "
+                    f"give the same, or train {retrain} under another --name"
                 )
 
 

@@ -512,6 +512,7 @@ def test_a_fork_from_another_folder_reads_where_its_parent_does(workplace, monke
     train = workplace / "data/shard_0.parquet"
     error = fork(step=1, parent="relative", run=training.refuse, val_path=train)
     assert f"{train}: missing or validation data, but relative trains on" in error
+    assert "--val-path" in error
     fork(step=1, parent="relative", num_iterations=3, val_path=val)
     record = read_config(training.run_dir("child"))
     assert record["data_path"] == str(workplace / "data")

@@ -622,6 +622,7 @@ def test_validate_accepts_what_would_replace_a_run_without_a_checkpoint(machine,
 
 @pytest.mark.parametrize("steps", [0, 2])
 def test_without_a_tokenizer_validate_says_that_a_launch_fetches_the_runs(machine, place, steps):
+    """Regression: it advised to train another one, which the launch then refused."""
     same = {"mirror_to": place, "num_iterations": 2}
     with machine("a"):
         if steps:
@@ -631,7 +632,7 @@ def test_without_a_tokenizer_validate_says_that_a_launch_fetches_the_runs(machin
     with machine("b"):
         shutil.rmtree(training.run_dir().parents[1] / "tokenizer")
         note, _ = validated(**same).split("ok: flags")
-        assert "launch would fetch" in note and "tokenizer" in note
+        assert "launch would fetch" in note and "tokenizer if none is here (so train none)" in note
         training.succeed(**same)
 
 

@@ -5,6 +5,7 @@ import math
 import shutil
 import subprocess
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 from hypothesis import assume, given
@@ -188,6 +189,11 @@ def test_finished_seeds_are_not_extended_nor_evaluated_on_another_amount(warm_pr
     assert list_runs() == ["b-seed1", "b-seed2"], "nothing was trained"
     again, _ = command(capfd, "--name=b", "--seeds=2")
     assert again == record
+    # regression: the error named config.json, which has the length of the first launch
+    seed1 = training.run_dir("b-seed1")
+    with mock.patch.object(training, "flags", lambda **named: training.as_flags(named)):
+        training.succeed(config=seed1 / "config.json", num_iterations=3)
+    assert "b-seed1 was trained with 3, so" in refused("--name=b", "--seeds=2")
 
 
 def test_a_variant_is_compared_with_what_is_left_of_its_base(

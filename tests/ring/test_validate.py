@@ -14,7 +14,7 @@ from nanochat.plan import Plan, Sample
 from nanochat.run_dir import PLAN_NAME, iter_log
 from nanochat.sources import open_source, scan_files
 from nanochat.tokenizer import get_tokenizer
-from scripts import validate
+from scripts import tok_shards, validate
 from tests import training
 from tests.finished import command
 from tests.training import fingerprint, flags, run_dir
@@ -275,6 +275,20 @@ def test_fewer_documents_than_lanes_are_warned_of_although_no_bucket_can_run_dry
     assert sentence not in training.succeed(**given(workplace, **few)).err
 
 
+def test_windows_of_which_rows_hold_only_the_repeated_part_are_refused(workplace):
+    """Regression: a run completed with hardly a target that has a loss."""
+    made = ["--input-dir", workplace / "text/big", "--output-dir", workplace / "windows"]
+    windows = ["--max-length=80", "--overlap-size=40"]
+    assert command(tok_shards.main, *made, *windows).code == 0
+    cropped = {"curriculum": None, "data_path": workplace / "windows", "long_docs": "crop"}
+    cropped |= {"num_iterations": 80}
+    sentence = "what a stored window repeats of the one before has no loss"
+    code, out, _ = checked(**cropped)
+    assert code == 1 and sentence in out
+    assert sentence in training.refuse(**given(workplace, **cropped))
+    assert checked(**cropped | {"long_docs": "split"})[0] == 0
+
+
 def test_what_the_settings_do_not_do_is_noted_before_and_at_the_start(workplace):
     """Regressions: settings without effect, and a warmup that the run never ends, were accepted
     without a word."""
@@ -442,7 +456,7 @@ def books(workplace):
 def test_books_that_would_train_on_their_title_pages_are_refused_with_the_flag_that_cures_it(books):
     """Regression: 98 % of the tokens cropped, 636 passes, and "ok: training can start"."""
     settings = given(books, **BOOKS, data_path=books)
-    sentence = r"--long-docs=crop: 9\d% of the tokens of its data would be cropped.* use --long-docs=split, or"
+    sentence = r"--long-docs=crop: no row would train on 9\d% of the tokens of its data.* use --long-docs=split, or"
     code, out, _ = checked(**settings)
     assert (
         code == 1 and re.search("error: " + sentence, out) and "ok: training can start" not in out

@@ -632,7 +632,7 @@ def test_without_a_tokenizer_validate_says_that_a_launch_fetches_the_runs(machin
     with machine("b"):
         shutil.rmtree(training.run_dir().parents[1] / "tokenizer")
         note, _ = validated(**same).split("ok: flags")
-        assert "launch would fetch" in note and "tokenizer if none is here (so train none)" in note
+        assert "launch would fetch" in note and "tokenizer if none is here, so train none" in note
         training.succeed(**same)
 
 

@@ -646,8 +646,8 @@ class RemotePath(PinnedPath):
             raise FileNotFoundError(f"{self}: no such object")
         return stat
 
-    def read(self, begin: int, end: int) -> bytes:
-        return read_parts(self.pinned(), begin, end)
+    def read_of(self, file: Stat, begin: int, end: int) -> bytes:
+        return read_parts(file, begin, end)
 
     def pieces(self) -> Iterator[memoryview]:
         return read_whole(self.pinned())

@@ -255,9 +255,9 @@ class RangePath(PinnedPath):
     def sha256(self) -> str:
         return self.pinned().sha256
 
-    def read(self, begin: int, end: int) -> bytes:
-        """Bytes begin .. end - 1, which stay on disk."""
-        return own_cache().read(*self._entry(self.pinned(), begin, end))
+    def read_of(self, file: File, begin: int, end: int) -> bytes:
+        """See `PinnedPath.read_of`: the bytes stay on disk."""
+        return own_cache().read(*self._entry(file, begin, end))
 
     def footer(self) -> bytes | None:
         """See `Remote.footer`."""

@@ -230,6 +230,18 @@ def test_a_local_copy_is_written_once_and_is_the_listed_version(store, tmp_path)
     assert new.read_bytes() == b"two" * 1000 and set(copy.parent.iterdir()) == {new, old}
 
 
+def test_an_open_file_stays_the_version_that_its_launch_saw(store):
+    """Regression: the next launch's version was read from there on, so the bytes of two mixed."""
+    store.put("x/open.bin", b"one" * PART)
+    file = as_path(store.path("x/open.bin")).open("rb")
+    assert file.read(3) == b"one"
+    store.put("x/open.bin", b"two" * PART)
+    begin_launch()
+    file.seek(2 * PART)
+    with pytest.raises(ValueError, match=r"open\.bin: it has changed since this run began"):
+        file.read()
+
+
 def test_local_copies_of_objects_are_below_the_base_directory(store, base_dir):
     store.put("x/i.idx", b"one" * 1000)
     path = as_path(store.path("x/i.idx"))

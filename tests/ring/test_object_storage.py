@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import numpy as np
 import pyarrow as pa
@@ -705,6 +706,25 @@ def test_profiles_of_multi_storage_client(monkeypatch, real, tmp_path):
     fake.objects.clear()
     begin_launch()
     assert not path.exists()
+
+
+@pytest.mark.parametrize(
+    "error, sentence",
+    [
+        (PermissionError("a secret"), "access denied (without a status)"),
+        (PermissionError("a secret, status_code: 403"), "access denied (HTTP 403)"),
+        (RuntimeError("a secret, status_code: 401"), "access denied (HTTP 401)"),
+    ],
+)
+def test_a_profile_without_permission_is_not_called_a_redirect(monkeypatch, error, sentence):
+    """Regression: the redirect, and the advice to set variables of S3."""
+    fake = FakeMsc()
+    monkeypatch.setitem(sys.modules, "multistorageclient", fake)
+    monkeypatch.setattr(fake, "info", Mock(side_effect=error))
+    begin_launch()
+    with pytest.raises(PermissionError) as e:
+        find("msc://mine/x")
+    assert str(e.value) == f"msc://mine/x: {sentence}; check MSC_CONFIG, and the permissions"
 
 
 # ---- worker processes ----------------------------------------------------------------------------

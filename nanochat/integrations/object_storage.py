@@ -444,7 +444,10 @@ class Msc:
         }
 
     def head(self, _: object, key: str) -> dict[str, Any]:
-        return {**self._meta(self.client.info(key)), "path": key}
+        info = self.client.info(key)
+        if info.type != "file":
+            raise FileNotFoundError
+        return {**self._meta(info), "path": key}
 
     def list(self, _: object, prefix: str | None) -> Iterator[list[dict[str, Any]]]:
         yield [self._meta(info) for info in self.client.list(path=prefix or "")]

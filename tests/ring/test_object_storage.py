@@ -650,11 +650,13 @@ class FakeMsc:
         return self, ""
 
     def info(self, path):
-        if path not in self.objects:
+        data = self.objects.get(path, b"")
+        kind = "file"
+        if not data and next(self.list(path), None) is None:
             raise FileNotFoundError("a secret")
-        return SimpleNamespace(
-            key=path, content_length=len(self.objects[path]), etag=str(sum(self.objects[path]))
-        )
+        if not data:
+            kind = "directory"
+        return SimpleNamespace(key=path, content_length=len(data), etag=str(sum(data)), type=kind)
 
     def list(self, path):
         return (self.info(key) for key in self.objects if key.startswith(f"{path}/"))
@@ -695,6 +697,7 @@ def test_profiles_of_multi_storage_client(monkeypatch, real, tmp_path):
         and local_copy(path, tmp_path / "cache").read_bytes() == TOKENS[:5000].tobytes()
     )
     assert find("msc://mine/x/none") is None and not as_path("msc://mine/y").exists()
+    assert find("msc://mine/x") is None, "a folder is no file"
     with pytest.raises(
         ValueError, match="msc://yours: no such profile; check the file that MSC_CONFIG names"
     ):

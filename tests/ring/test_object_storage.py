@@ -508,6 +508,9 @@ def test_keys_that_might_hold_a_secret_are_refused_when_they_are_read(store):
             assert "credentials do not belong in a path" in str(e)
             refused.append(path.name)
     assert sorted(refused) == ["a:b@c.bin", "q?x.bin"]
+    # regression: the advice was to set variables for credentials
+    with pytest.raises(ValueError, match=r"^s3://bucket/mail: 2 files below it with \? .* rename"):
+        find_files(store.path("mail"), "shards")
     for key in keys:
         store.delete(key)
 

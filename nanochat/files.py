@@ -374,7 +374,7 @@ def list_files(data: DataPath, data_format: str = "text") -> Listing:
     if not has_suffix(files[0].name, suffixes):
         remedy = "rename it, or change --data-format"
         if not _is_data(files[0].name):
-            remedy = "name other data, or rename it if it is of this kind"
+            remedy = "name other data, such as hf://datasets/OWNER/NAME, or rename it if it is of this kind"
         raise ValueError(
             f"{data}: expected a folder or a {', '.join(suffixes)} file for "
             f"--data-format {data_format}; {remedy}"

@@ -77,7 +77,9 @@ def explain_status(path: str, answer: Answer) -> Exception:
             f"{path}: access denied ({answered}); data must be readable without a password: download it, or "
             f"name a public address"
         )
-    return OSError(f"{path}: the request was refused ({answered}); check the address")
+    return OSError(
+        f"{path}: no usable answer ({answered}); check the address (a data set is named hf://datasets/OWNER/NAME)"
+    )
 
 
 class File(NamedTuple):

@@ -722,6 +722,7 @@ def test_a_stop_ends_a_wait(hub):
         (f"{SET}/data,{SET}/more", "set --data-path to one folder (a --curriculum selects"),
         ("own/set", "or name a folder of yours, hf://datasets/OWNER/NAME, or token files"),
         ("{}/datasets/own/set/tree/main", "folder of yours, hf://datasets/OWNER/NAME"),
+        ("{}/whole/set", "name other data, such as hf://datasets/OWNER/NAME"),  # a page
         ("hf://datasets/own", "expected hf://datasets/OWNER/NAME"),
         ("hf://models/own/set", "expected hf://datasets/OWNER/NAME"),
         ("{}/files/none.parquet,{}/files/more.parquet", "none.parquet: no such file"),
@@ -736,6 +737,7 @@ def test_bad_input_is_one_sentence(hub, made, path, words):
     hub.commit("own/gated", made.files)
     hub.gated.add("own/gated")
     hub.files |= dict.fromkeys(["a.parquet", "b.parquet"], made.files["data/shard_0.parquet"])
+    hub.files["set"] = b"<html>"
     error = refuse(**{**RUN, "data_path": path.replace("{}", hub.url)})
     assert words in error and "\n" not in error and "truncated" not in error
 

@@ -5,6 +5,7 @@ import logging
 import math
 import os
 import shutil
+import threading
 from collections import Counter
 from functools import partial
 from types import SimpleNamespace
@@ -78,6 +79,7 @@ def made(served, tmp_path_factory):
 def hub(served, made, tmp_path, monkeypatch):
     """A Hub that has the data of `made`, and a workplace without it."""
     monkeypatch.setattr(web_client, "PATIENCE", QUICK)
+    others = threading.enumerate()
     for known in (served.commits, served.branches, served.gated, served.moved, served.files):
         known.clear()
     served.commit("own/set", made.files)
@@ -87,6 +89,9 @@ def hub(served, made, tmp_path, monkeypatch):
     with training.workplace(tmp_path):
         shutil.rmtree(tmp_path / "data")
         yield served
+    for thread in threading.enumerate():  # requests for which the test has not waited
+        if thread.name in ("each", "fetch ahead") and thread not in others:
+            thread.join(QUICK.give_up_s)
 
 
 def train(path=SET, **changed):

@@ -287,8 +287,10 @@ def begin_launch(data_cache_gb: float = DATA_CACHE_GB) -> None:
     """Begin a launch: discard cached metadata of objects, so that it is requested again.
     `data_cache_gb`: what fetched ranges may take on disk, in billions of bytes."""
     Remote.cache_bytes = int(data_cache_gb * 1e9)
-    for kind in Remote.__subclasses__():
+    kinds = Remote.__subclasses__()
+    for kind in kinds:  # and those below it
         kind.forget()
+        kinds += kind.__subclasses__()
 
 
 def storage_of(path: str | os.PathLike[str]) -> str:

@@ -85,11 +85,6 @@ class PinnedPath(Remote):
                 f.writelines(self.pieces())
         return copy
 
-    @staticmethod
-    def forget() -> None:
-        for kind in PinnedPath.__subclasses__():
-            kind.forget()
-
 
 class RangeFile(io.RawIOBase):
     """A file as a binary file, in which each read fetches one range."""

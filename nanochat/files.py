@@ -671,7 +671,8 @@ def find_prefixes(data_path: str) -> list[AnyPath]:
                 return []
             raise FileNotFoundError(
                 f"{prefix}: neither {file.name} nor its .idx exists; set --data-path to one folder (a --curriculum "
-                f"selects some of its subfolders), or to paths without .bin and .idx, separated by commas"
+                f"selects some of its subfolders), or to remote text files, or paths without .bin and .idx, separated "
+                f"by commas"
             )
     return files
 

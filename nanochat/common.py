@@ -74,11 +74,16 @@ def public(text: str) -> str:
     )
 
 
-def refuse_secrets(word: str) -> None:
-    """ValueError, without showing the secret, if a path or command-line word is a URL with user
-    information or a query, or has such a URL after a comma, an equals sign or a short flag."""
+def may_be_secret(word: str) -> bool:
+    """Whether a path or command-line word is a URL with user information or a query, or has such a
+    URL after a comma, an equals sign or a short flag."""
     # the first test is fast, even for a word that lists a thousand paths
-    if ("@" in word or "?" in word) and MAY_BE_SECRET.search(word):
+    return ("@" in word or "?" in word) and MAY_BE_SECRET.search(word) is not None
+
+
+def refuse_secrets(word: str) -> None:
+    """ValueError, without showing the secret, if a word `may_be_secret`."""
+    if may_be_secret(word):
         flag = re.match(r"--[\w-]+(?==)", word)
         where = f"{flag[0]}: " if flag else ""
         raise ValueError(
@@ -282,8 +287,10 @@ def begin_launch(data_cache_gb: float = DATA_CACHE_GB) -> None:
     """Begin a launch: discard cached metadata of objects, so that it is requested again.
     `data_cache_gb`: what fetched ranges may take on disk, in billions of bytes."""
     Remote.cache_bytes = int(data_cache_gb * 1e9)
-    for kind in Remote.__subclasses__():
+    kinds = Remote.__subclasses__()
+    for kind in kinds:  # and those below it
         kind.forget()
+        kinds += kind.__subclasses__()
 
 
 def storage_of(path: str | os.PathLike[str]) -> str:

@@ -222,8 +222,8 @@ class Curriculum:
             for bucket in phase.mix:
                 if bucket not in available:
                     raise ValueError(
-                        f"--curriculum: phase {number} mixes {_show(bucket)}, but the data has no such "
-                        f"bucket, which is a subfolder of --data-path{_hint(bucket, available)}"
+                        f"--curriculum: phase {number} mixes {_show(bucket)}, but the data has no such bucket, "
+                        f"which is a subfolder of --data-path, or a prefix in it{_hint(bucket, available)}"
                     )
 
     def phase_rows(self, T: int, V: int) -> list[int]:

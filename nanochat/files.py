@@ -46,6 +46,7 @@ from nanochat.common import (
     get_base_dir,
     local_copy,
     make_local_copies,
+    may_be_secret,
     read_json,
     reason_of,
     refuse_secrets,
@@ -373,7 +374,7 @@ def list_files(data: DataPath, data_format: str = "text") -> Listing:
     if not has_suffix(files[0].name, suffixes):
         remedy = "rename it, or change --data-format"
         if not _is_data(files[0].name):
-            remedy = "name other data, or rename it if it is of this kind"
+            remedy = "name other data, such as hf://datasets/OWNER/NAME, or rename it if it is of this kind"
         raise ValueError(
             f"{data}: expected a folder or a {', '.join(suffixes)} file for "
             f"--data-format {data_format}; {remedy}"
@@ -430,6 +431,7 @@ def _list_folder(path: AnyPath, data_format: str, suffixes: Sequence[str]) -> Li
     _refuse_dangling(path, [entry.path for entry in shown if entry.kind == "dangling"], suffixes)
     files = [entry for entry in shown if entry.kind == "file"]
     data = [entry for entry in files if has_suffix(entry.path.name, suffixes)]
+    _refuse_odd_keys(path, [entry.path for entry in data])
     ignored: dict[str, list[AnyPath]] = {}
     if data_format == "text":
         reasons = _not_documents([entry.path for entry in files])
@@ -493,6 +495,16 @@ def _refuse_dangling(folder: AnyPath, links: Sequence[AnyPath], suffixes: Sequen
             f"{few(missing, folder)} (-> {os.readlink(missing[0])}). Data would silently be missing: mount the disk, "
             f"fetch the files (git annex get, dvc pull, or download the Hugging Face data set again), or delete the "
             f"links"
+        )
+
+
+def _refuse_odd_keys(folder: AnyPath, files: Sequence[AnyPath]) -> None:
+    """ValueError for remote files of which no path may be given, because it might show a secret."""
+    odd = [file for file in files if isinstance(file, Remote) and may_be_secret(str(file))]
+    if odd:
+        raise ValueError(
+            f"{folder}: {counted(len(odd), 'file')} below it with ? or with : and @ in the path, as if it were a URL "
+            f"with credentials, which is not read; rename them, or name a folder without them"
         )
 
 
@@ -659,7 +671,8 @@ def find_prefixes(data_path: str) -> list[AnyPath]:
                 return []
             raise FileNotFoundError(
                 f"{prefix}: neither {file.name} nor its .idx exists; set --data-path to one folder (a --curriculum "
-                f"selects some of its subfolders), or to paths without .bin and .idx, separated by commas"
+                f"selects some of its subfolders), or to remote text files, or paths without .bin and .idx, separated "
+                f"by commas"
             )
     return files
 

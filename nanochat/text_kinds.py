@@ -125,7 +125,8 @@ def no_document(files: Sequence[AnyPath], selection: Selection, skipped: Skipped
     if selection.part:
         part = f" in the {selection.part} part with --val-fraction {selection.val_fraction}"
     others = f", nor in {counted(len(files) - 1, 'other file')}" if len(files) > 1 else ""
-    why = "; ".join(["", *describe_skipped(files[0], selection, skipped)])
+    lines = describe_skipped(files[0], selection, skipped)
+    why = "; ".join(["", *(line.removeprefix(f"{files[0]}: ") for line in lines)])
     return ValueError(
         f"{files[0]}: no document is left{part}{others}{why}; fix the file, choose other data, or change "
         f"--val-fraction or --min-chars"

@@ -128,7 +128,7 @@ def explain(path: str, answer: Answer) -> Exception:
     if code == "RepoNotFound" or answer.status == 401:
         return PermissionError(
             f"{path}: no such data set, or a private one that HF_TOKEN may not read, or HF_TOKEN is refused "
-            f"({answered}); check both"
+            f"({answered}); check its name and HF_TOKEN"
         )
     if answer.status == 403:
         return PermissionError(f"{path}: access denied ({answered}); check HF_TOKEN")

@@ -140,7 +140,7 @@ class Stat:
 
 
 class Failure(NamedTuple):
-    """What the text of an error of obstore says, which is not shown."""
+    """What the text of an error says, of obstore or multi-storage-client, which is not shown."""
 
     text: str
     kind: type[BaseException]  # obstore may not be installed, so its types are known by name only
@@ -150,13 +150,15 @@ class Failure(NamedTuple):
     @classmethod
     def of(cls, e: BaseException) -> "Failure":
         text = str(e)
-        status = re.search(r"status code: (\d{3})", text)
+        status = re.search(r"status[ _]code: (\d{3})", text)
         code = re.search(r"<Code>([\w.]{1,60})</Code>", text)
         return cls(text, type(e), int(status[1]) if status else 0, code[1] if code else "")
 
     @property
     def answered(self) -> str:
         """The answer, for messages."""
+        if self.status == 0:
+            return "a redirect" if self.moved else "without a status"
         return f"HTTP {self.status} {self.code}".rstrip()
 
     @property
@@ -366,9 +368,9 @@ class Bucket:
         # why the service refuses a request
         is_elsewhere = failure.moved or code == "AuthorizationHeaderMalformed"
         if is_denied or is_elsewhere or status in (401, 403) or "Token" in code:
+            of_s3 = f" (AWS_SESSION_TOKEN, if they are temporary), {self.setting} and AWS_DEFAULT_REGION"
             return PermissionError, (
-                f"access denied ({answered if status else 'a redirect'}); check {keys} (AWS_SESSION_TOKEN, if they are "
-                f"temporary) and their permissions, {self.setting} and AWS_DEFAULT_REGION"
+                f"access denied ({answered}); check {keys}{of_s3 * (self.scheme == 's3')}, and the permissions"
             )
         return OSError, (
             f"{self.host} refused the request ({answered}); check the path and {self.setting}"
@@ -442,7 +444,10 @@ class Msc:
         }
 
     def head(self, _: object, key: str) -> dict[str, Any]:
-        return {**self._meta(self.client.info(key)), "path": key}
+        info = self.client.info(key)
+        if info.type != "file":
+            raise FileNotFoundError
+        return {**self._meta(info), "path": key}
 
     def list(self, _: object, prefix: str | None) -> Iterator[list[dict[str, Any]]]:
         yield [self._meta(info) for info in self.client.list(path=prefix or "")]
@@ -646,8 +651,8 @@ class RemotePath(PinnedPath):
             raise FileNotFoundError(f"{self}: no such object")
         return stat
 
-    def read(self, begin: int, end: int) -> bytes:
-        return read_parts(self.pinned(), begin, end)
+    def read_of(self, file: Stat, begin: int, end: int) -> bytes:
+        return read_parts(file, begin, end)
 
     def pieces(self) -> Iterator[memoryview]:
         return read_whole(self.pinned())

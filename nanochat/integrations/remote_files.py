@@ -44,6 +44,10 @@ class PinnedPath(Remote):
 
     def read(self, begin: int, end: int) -> bytes:
         """Bytes begin .. end - 1."""
+        return self.read_of(self.pinned(), begin, end)
+
+    def read_of(self, file: Any, begin: int, end: int) -> bytes:
+        """`read` of a file that was `pinned`, perhaps by an earlier launch."""
         raise NotImplementedError
 
     def pieces(self) -> Iterable[bytes | memoryview]:
@@ -81,11 +85,6 @@ class PinnedPath(Remote):
                 f.writelines(self.pieces())
         return copy
 
-    @staticmethod
-    def forget() -> None:
-        for kind in PinnedPath.__subclasses__():
-            kind.forget()
-
 
 class RangeFile(io.RawIOBase):
     """A file as a binary file, in which each read fetches one range."""
@@ -93,7 +92,7 @@ class RangeFile(io.RawIOBase):
     def __init__(self, path: PinnedPath) -> None:
         super().__init__()
         self.path = path
-        self.size = path.pinned().size
+        self.file = path.pinned()
         self._at = 0
 
     def readable(self) -> bool:
@@ -102,7 +101,7 @@ class RangeFile(io.RawIOBase):
     seekable = readable
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        self._at = max(0, offset + (0, self._at, self.size)[whence])
+        self._at = max(0, offset + (0, self._at, self.file.size)[whence])
         return self._at
 
     def tell(self) -> int:
@@ -110,9 +109,9 @@ class RangeFile(io.RawIOBase):
 
     def readinto(self, buffer: Any) -> int:
         begin = self._at
-        end = min(begin + len(buffer), self.size)
+        end = min(begin + len(buffer), self.file.size)
         if begin >= end:
             return 0
-        buffer[: end - begin] = self.path.read(begin, end)
+        buffer[: end - begin] = self.path.read_of(self.file, begin, end)
         self._at = end
         return end - begin

@@ -77,7 +77,9 @@ def explain_status(path: str, answer: Answer) -> Exception:
             f"{path}: access denied ({answered}); data must be readable without a password: download it, or "
             f"name a public address"
         )
-    return OSError(f"{path}: the request was refused ({answered}); check the address")
+    return OSError(
+        f"{path}: no usable answer ({answered}); check the address (a data set is named hf://datasets/OWNER/NAME)"
+    )
 
 
 class File(NamedTuple):
@@ -255,9 +257,9 @@ class RangePath(PinnedPath):
     def sha256(self) -> str:
         return self.pinned().sha256
 
-    def read(self, begin: int, end: int) -> bytes:
-        """Bytes begin .. end - 1, which stay on disk."""
-        return own_cache().read(*self._entry(self.pinned(), begin, end))
+    def read_of(self, file: File, begin: int, end: int) -> bytes:
+        """See `PinnedPath.read_of`: the bytes stay on disk."""
+        return own_cache().read(*self._entry(file, begin, end))
 
     def footer(self) -> bytes | None:
         """See `Remote.footer`."""

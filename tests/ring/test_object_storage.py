@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import numpy as np
 import pyarrow as pa
@@ -228,6 +229,18 @@ def test_a_local_copy_is_written_once_and_is_the_listed_version(store, tmp_path)
     begin_launch()
     new, old = local_copy(path, tmp_path), copy
     assert new.read_bytes() == b"two" * 1000 and set(copy.parent.iterdir()) == {new, old}
+
+
+def test_an_open_file_stays_the_version_that_its_launch_saw(store):
+    """Regression: the next launch's version was read from there on, so the bytes of two mixed."""
+    store.put("x/open.bin", b"one" * PART)
+    file = as_path(store.path("x/open.bin")).open("rb")
+    assert file.read(3) == b"one"
+    store.put("x/open.bin", b"two" * PART)
+    begin_launch()
+    file.seek(2 * PART)
+    with pytest.raises(ValueError, match=r"open\.bin: it has changed since this run began"):
+        file.read()
 
 
 def test_local_copies_of_objects_are_below_the_base_directory(store, base_dir):
@@ -495,6 +508,9 @@ def test_keys_that_might_hold_a_secret_are_refused_when_they_are_read(store):
             assert "credentials do not belong in a path" in str(e)
             refused.append(path.name)
     assert sorted(refused) == ["a:b@c.bin", "q?x.bin"]
+    # regression: the advice was to set variables for credentials
+    with pytest.raises(ValueError, match=r"^s3://bucket/mail: 2 files below it with \? .* rename"):
+        find_files(store.path("mail"), "shards")
     for key in keys:
         store.delete(key)
 
@@ -637,11 +653,13 @@ class FakeMsc:
         return self, ""
 
     def info(self, path):
-        if path not in self.objects:
+        data = self.objects.get(path, b"")
+        kind = "file"
+        if not data and next(self.list(path), None) is None:
             raise FileNotFoundError("a secret")
-        return SimpleNamespace(
-            key=path, content_length=len(self.objects[path]), etag=str(sum(self.objects[path]))
-        )
+        if not data:
+            kind = "directory"
+        return SimpleNamespace(key=path, content_length=len(data), etag=str(sum(data)), type=kind)
 
     def list(self, path):
         return (self.info(key) for key in self.objects if key.startswith(f"{path}/"))
@@ -682,6 +700,7 @@ def test_profiles_of_multi_storage_client(monkeypatch, real, tmp_path):
         and local_copy(path, tmp_path / "cache").read_bytes() == TOKENS[:5000].tobytes()
     )
     assert find("msc://mine/x/none") is None and not as_path("msc://mine/y").exists()
+    assert find("msc://mine/x") is None, "a folder is no file"
     with pytest.raises(
         ValueError, match="msc://yours: no such profile; check the file that MSC_CONFIG names"
     ):
@@ -693,6 +712,25 @@ def test_profiles_of_multi_storage_client(monkeypatch, real, tmp_path):
     fake.objects.clear()
     begin_launch()
     assert not path.exists()
+
+
+@pytest.mark.parametrize(
+    "error, sentence",
+    [
+        (PermissionError("a secret"), "access denied (without a status)"),
+        (PermissionError("a secret, status_code: 403"), "access denied (HTTP 403)"),
+        (RuntimeError("a secret, status_code: 401"), "access denied (HTTP 401)"),
+    ],
+)
+def test_a_profile_without_permission_is_not_called_a_redirect(monkeypatch, error, sentence):
+    """Regression: the redirect, and the advice to set variables of S3."""
+    fake = FakeMsc()
+    monkeypatch.setitem(sys.modules, "multistorageclient", fake)
+    monkeypatch.setattr(fake, "info", Mock(side_effect=error))
+    begin_launch()
+    with pytest.raises(PermissionError) as e:
+        find("msc://mine/x")
+    assert str(e.value) == f"msc://mine/x: {sentence}; check MSC_CONFIG, and the permissions"
 
 
 # ---- worker processes ----------------------------------------------------------------------------

@@ -8,8 +8,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from nanochat.common import STORAGE, Remote, as_local_path, as_path, get_base_dir, hash_bytes
+from nanochat.common import (
+    STORAGE,
+    Remote,
+    as_local_path,
+    as_path,
+    begin_launch,
+    get_base_dir,
+    hash_bytes,
+)
 from nanochat.files import data_at, list_files
+from nanochat.integrations.remote_files import PinnedPath
 from nanochat.pins import fingerprint
 from nanochat.sources import check, open_source, scan_files
 from tests.token_files import Tokenizer, write_pair
@@ -59,6 +68,16 @@ class KeptReader:
 
     def read_many(self, ranges):
         return [self.read(begin, end) for begin, end in ranges]
+
+
+def test_a_storage_that_is_read_in_ranges_may_know_nothing_that_a_launch_forgets():
+    """Regression: RecursionError at the next launch."""
+
+    class Ranges(PinnedPath):
+        pass
+
+    assert Ranges.forget is Remote.forget
+    begin_launch()
 
 
 @pytest.fixture(autouse=True)

@@ -98,6 +98,7 @@ def setting(
         least, most                  smallest and largest allowed value; the default may lie outside
         above                        a value other than the default must be larger than this
         choices, metavar, type       as in argparse's add_argument
+        also=["--other-name"]        additional names of the flag
     """
     rules = {"help": help, "decides": decides, "note": note or REASONS.get(decides, "")}
     return field(default=default, metadata={**rules, **more})

@@ -636,13 +636,13 @@ def _add_group(parser: Parser, group: type, without: Sequence[str], listed: bool
         elif kind in (int, float):
             # everything else, such as the path of a curriculum, stays text
             how = {"type": kind, "metavar": "N" if kind is int else "X", **how}
-        words = f.name.replace("_", "-")
-        action = titled.add_argument(f"--{words}", dest=f.name, default=f.default, **how)
+        flags = ["--" + f.name.replace("_", "-"), *f.metadata.get("also", ())]
+        action = titled.add_argument(*flags, dest=f.name, default=f.default, **how)
         action.help = action.help if listed else argparse.SUPPRESS
         if is_off(f.default) and f.name not in (*OF_ONE_RUN, *FOUND):
             # switches off what a file or the parent of a fork switches on
             titled.add_argument(
-                f"--no-{words}",
+                f"--no-{flags[0][2:]}",
                 dest=f.name,
                 action="store_const",
                 const=f.default,

@@ -655,6 +655,7 @@ class TokenizerSettings:
     tokenizer: str | None = setting(
         None,
         f"{TOKENIZER_HELP} ({DEFAULT_HELP})",
+        also=["--tokenizer-dir"],
         metavar="NAME",
     )
     eod_token: str | None = setting(None, EOD_HELP, metavar="TOKEN")

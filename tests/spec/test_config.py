@@ -95,6 +95,7 @@ def test_without_flags_settings_are_defaults_and_json_restores_them():
         "sync_save": True,
     }
     assert parse("--deterministic") == Settings()
+    assert parse("--tokenizer-dir=x") == parse("--tokenizer=x"), "old commands still work"
     assert parse("--no-deterministic").differing() == {"deterministic": False}
 
 

@@ -476,8 +476,9 @@ def summary(scores: Sequence[Score]) -> dict[str, Any]:
 
 
 def describe_items(core: Mapping[str, Any]) -> str:
-    """How much a score in eval.json is of: "7 tasks, 140 items"."""
-    return f"{counted(len(core['results']), 'task')}, {counted(core['items'], 'item')}"
+    """How much a score in eval.json is of: "7 tasks, 140 items". Older files have no number of items."""
+    tasks = counted(len(core["results"]), "task")
+    return f"{tasks}, {counted(core['items'], 'item')}" if "items" in core else tasks
 
 
 def write_csv(path: Path, result: Mapping[str, Any]) -> None:

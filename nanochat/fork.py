@@ -402,7 +402,8 @@ def _joined(
         if own is None:
             raise FileNotFoundError(
                 f"{manifest['root']}/{entry['name']}: missing or validation data, but {run} trains on the file of "
-                f"this name{place}; name data with --data-path or --val-path that has all files of the parent, or none"
+                f"this name{place}; name data that has all files of the parent, or none, with --data-path, or other "
+                f"validation data with --val-path"
             )
         own = keep_groups(own, entry)
         if pins_of(own) != pins_of(entry):
@@ -410,7 +411,6 @@ def _joined(
                 f"{manifest['root']}/{entry['name']}: {run} read another file of this name{place}; name that one "
                 f"with --data-path, or give this one another name"
             )
-
         files.append(own)
     joined: Manifest = {**manifest, "files": files}
     if "joined" in theirs:

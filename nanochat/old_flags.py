@@ -21,6 +21,7 @@ OLD_FLAGS = {
     ),
     # gpt-simple's
     **dict.fromkeys(("--data", "--training", "--optimizer", "--model"), SECTION),
+    "--allow-budget-mismatch": "set allow_budget_mismatch: true in the curriculum's file",
     "--training.resume": "use --resume=auto (the default), --resume=scratch with --force, or --resume=PATH",
     "--training.max-steps": "use --num-iterations",
     "--training.output-dir": "use --model-tag to name the run; its folder is in NANOCHAT_BASE_DIR/runs",

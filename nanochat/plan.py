@@ -110,15 +110,6 @@ class BucketPlan:
         return token_share(self.account, "cropped")
 
     @property
-    def lost(self) -> float:
-        """If documents are cropped: the share of the new tokens on which no row trains. A stored window
-        begins with what it repeats of the one before, so rows hold that, without a loss."""
-        account = self.account
-        came = account["read"] + account["bos"] + account["repeated"]
-        again = account["repeated"] * self._departed / max(1, came)
-        return 1 - max(0.0, account["emitted"] - again) / max(1.0, self._departed - again)
-
-    @property
     def repeated(self) -> float:
         """The repeated share of the tokens that left the buffers, most of them into rows.
 

@@ -5,8 +5,8 @@ The plan of a run in words, printed before it starts: what it reads, and what sh
     print_passes    without: the size of the data, and the passes over them
     readings_text   in an order of its own: the same, from what the order says
 
-An exact plan that halts refuses the run, and so does one that would crop nearly everything;
---plan=warn turns both into warnings.
+An exact plan that halts refuses the run, and so does one whose rows would train on almost none of
+the data; --plan=warn only warns.
 """
 
 import logging
@@ -51,7 +51,7 @@ def rehearse(start: Starting, data: RunData) -> Plan:
     """
     plan = make_run_plan(start, data)
     print0("\n".join(plan_lines(plan)))
-    if why := refusal(plan, start):
+    if why := refusal(plan, start, data):
         raise ValueError(why)
     for line in filter(None, [*notes_of(plan, start, data), problem(plan)]):
         log.warning("%s", line)
@@ -60,26 +60,33 @@ def rehearse(start: Starting, data: RunData) -> Plan:
 
 def _one_pass(
     config: StreamConfig, bucket: str, source: Source, sample: Sample, trained: int
-) -> tuple[float, float, float]:
+) -> tuple[float, float]:
     """(tokens, with BOS, that a pass over a bucket puts into rows; the share of its tokens that no row
-    holds; that on which no row trains). What is cropped is measured in rows, as in a plan: many
-    documents are cropped to fill rows that are longer than they are."""
+    holds). What is cropped is measured in rows, as in a plan: many documents are cropped to fill rows
+    that are longer than they are."""
     T = config.T
     lengths = sample.lengths
     emitted = sample.total(lengths)
-    cropped = lost = 0.0
+    cropped = 0.0
     if crops(config):
         account = sample_rows(config, bucket, Lengths(source, config, sample), trained)
         cropped = token_share(account, "cropped")
         emitted *= 1 - cropped
-        again = sample.total(np.minimum(sample.repeated, T + 1))
-        lost = 1 - max(0.0, emitted - again) / max(1.0, sample.total(lengths - sample.repeated))
     elif config.layout == "bestfit":
         # each continuation is BOS, overlap and up to T - overlap new tokens
         beyond = np.maximum(lengths - T - 1, 0)
         added = (config.overlap + 1) * np.ceil(beyond / (T - config.overlap))
         emitted += sample.total(added)
-    return emitted, cropped, lost
+    return emitted, cropped
+
+
+def _lost(sample: Sample, T: int, cropped: float) -> float:
+    """The share of the new tokens of a pass on which no row trains, if rows hold all tokens but the
+    share `cropped`. A stored window begins with what it repeats of the one before, so rows hold
+    that, without a loss."""
+    again = sample.total(np.minimum(sample.repeated, T + 1))
+    kept = sample.total(sample.lengths) * (1 - cropped) - again
+    return 1 - max(0.0, kept) / max(1.0, sample.total(sample.lengths - sample.repeated))
 
 
 def print_passes(start: Starting, data: RunData) -> None:
@@ -95,11 +102,11 @@ def print_passes(start: Starting, data: RunData) -> None:
     trained = start.horizon.total_tokens
     sample = Sample(source)
     about = "" if sample.is_whole else "about "
-    emitted, cropped, lost = _one_pass(config, bucket, source, sample, trained)
+    emitted, cropped = _one_pass(config, bucket, source, sample, trained)
     # the last token of a row of concat is the next one's first
     per_row = T if settings.packing == "concat" else T + 1
     passes = trained / T * per_row / emitted
-    why = refuse_waste("its data", passes=passes, lost=lost, about=about)
+    why = refuse_waste("its data", passes=passes, lost=_lost(sample, T, cropped), about=about)
     if why and settings.plan == "error" and _is_new(start):
         raise ValueError(why)
     tokens = round(sample.total(sample.lengths - 1 - sample.repeated))  # without BOS
@@ -177,16 +184,19 @@ def problem(plan: Plan) -> str:
     )
 
 
-def refusal(plan: Plan, start: Starting) -> str:
-    """A sentence that says why a run does not start with --plan=error: it would crop nearly
-    everything, or halt by an exact plan. Empty if it does."""
+def refusal(plan: Plan, start: Starting, data: RunData) -> str:
+    """A sentence that says why a run does not start with --plan=error: its rows would train on almost
+    none of the data, or it would halt by an exact plan. Empty if it does."""
     if start.settings.plan != "error":
         return ""
     about = "about " if plan.estimate else ""
     judged = plan.buckets if plan.crops and _is_new(start) else {}
     for name, bucket in judged.items():
-        data = _data_of(plan, name)
-        if why := refuse_waste(data, passes=bucket.passes, lost=bucket.lost, about=about):
+        lost = bucket.cropped
+        if bucket.windows:
+            lost = _lost(Sample(data.train[name]), plan.T, lost)
+        of = _data_of(plan, name)
+        if why := refuse_waste(of, passes=bucket.passes, lost=lost, about=about):
             return why
     if plan.halt and not plan.estimate:
         return f"{problem(plan)}; or train up to that step with --plan=warn"
@@ -201,7 +211,7 @@ def _is_new(start: Starting) -> bool:
 def refuse_waste(data: str, *, passes: float, lost: float, about: str) -> str:
     """A sentence that says why a run should not start, because it would train again and again on
     little more than the beginnings of its documents (say on the title pages of books). Empty if it
-    should, and for runs of less than one pass, as tests are. `lost`: see `BucketPlan`."""
+    should, and for runs of less than one pass, as tests are. `lost`: see `_lost`."""
     if passes <= 1 or lost <= MOST_LOST:
         return ""
     return (

@@ -84,7 +84,7 @@ OF_MODES = {  # in an evaluation, unless it skipped them, or is of older code
     **dict.fromkeys(("val_bpb", "val_loss", "unigram_bpb"), float | None),
     "eval_tokens": int,
     "val_buckets": dict,
-    "core": {"results": dict, "items": int},
+    "core": {"results": dict},
 }
 Table = list[tuple[Any, ...]]
 LogRecord = dict[str, Any]  # a line of the log

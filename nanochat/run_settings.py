@@ -226,8 +226,8 @@ def _check_budget(settings: Settings, horizon: Horizon) -> None:
     raise ValueError(
         f"--curriculum: its phases count from token {begin:,} of the run, the last one begins at {last:,}{ends}, but "
         f"the run trains on {total:,} ({horizon.num_iterations:,} steps); give its phases {total - begin:,} tokens in "
-        f"total, or train as long as they last with --num-iterations=-1 (if the last one has an "
-        f"end; the learning rates then follow that length), or set allow_budget_mismatch: true in the curriculum"
+        f"total (fewer without the last one), or change --num-iterations (-1: as long as they last, if the last one "
+        f"has an end; the learning rates follow that length), or set allow_budget_mismatch: true in the curriculum"
     )
 
 

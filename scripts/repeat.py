@@ -68,7 +68,7 @@ from nanochat.config import Settings, changes_of, flag, from_flags
 from nanochat.files import default_data_path
 from nanochat.model_code import changed_code, code_now
 from nanochat.pins import DATA_MANIFEST, Manifests, compare_files, trains_on_same
-from nanochat.run_dir import run_path
+from nanochat.run_dir import around_difference, run_path, setting_texts
 from nanochat.run_facts import validation_note, validation_text
 from nanochat.run_order import order_of
 from nanochat.run_reader import RunReader
@@ -259,8 +259,9 @@ def check_settings(run: RunReader, settings: Settings, names: Sequence[str], ret
     for config in (run.config, run.last_config):
         for name in names:
             if name in config and config[name] != ours[name]:
+                theirs, _ = around_difference(setting_texts([config[name], ours[name]]))
                 raise ValueError(
-                    f"{flag(name)}: {run.name} was trained with {config[name]!r}, so their results cannot be compared; "
+                    f"{flag(name)}: {run.name} was trained with {theirs}, so their results cannot be compared; "
                     f"give the same, or train {retrain} under another --name"
                 )
 

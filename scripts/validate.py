@@ -223,7 +223,7 @@ def report_plan(plan: Plan, run: Run) -> bool:
     print(*plan_lines(plan), LEGEND, sep="\n")
     for line in notes_of(plan, run, run.data):
         print(f"warning: {line}")
-    why = refusal(plan, run)
+    why = refusal(plan, run, run.data)
     if not why and plan.halt:
         why = f"training can start, but {problem(plan)}"
     if why:

@@ -215,6 +215,7 @@ def test_a_flag_of_another_program_is_an_error_that_names_ours(name, capsys):
     assert capsys.readouterr().err.startswith(f"error: {name}: {OLD_FLAGS[name]}")
     assert {
         "--resume-from-step",
+        "--allow-budget-mismatch",  # of gpt-simple
         "--batch-size",
         "--learning-rate",
         "--training.resume",

@@ -438,7 +438,7 @@ def test_no_validation_file_is_odd_whose_bucket_is_left_out_and_a_fork_gets_no_a
     assert "--val-fraction" not in outcome.out + outcome.err
 
 
-def test_a_resume_prints_a_last_phase_that_changes_the_length(workplace):
+def test_a_resume_prints_a_last_phase_that_changes_the_length():
     """Regression: it printed nothing."""
     shorter = mix_file([(2, {"web": 1}), (1, {"code": 1})])
     succeed(shorter)
@@ -473,7 +473,8 @@ def test_a_last_phase_without_duration_lasts_as_long_as_the_run():
     succeed(closed, model_tag="closed")
     mix = mix_file([(2, {"web": 1}), (None, {"code": 1})])
     refuse(mix, "last phase has no duration_tokens", "--num-iterations")
-    refuse(mix, "and has no end", num_iterations=2)
+    # regression: the only remedies were the tokens that its phases had, and -1, which is refused here
+    refuse(mix, "and has no end", "(fewer without the last one)", "change", num_iterations=2)
     succeed(mix, num_iterations=5)
     assert digests() == digests("closed")
     assert "raise --num-iterations" in succeed(mix).out

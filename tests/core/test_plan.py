@@ -321,7 +321,8 @@ def test_books_that_would_be_cropped_are_refused_but_not_in_a_fork_which_packs_a
     config = StreamConfig(T=16, V=4, buffer_size=8)
     plan = make_plan(config, {"a": data}, rows_per_step=4, num_steps=steps)
     start = SimpleNamespace(config={}, settings=SimpleNamespace(plan="error", fork=fork))
-    assert ("--long-docs=split" in refusal(plan, start)) == (steps == 40 and fork is None)  # type: ignore[arg-type]
+    why = refusal(plan, start, SimpleNamespace(train={"a": data}))  # type: ignore[arg-type]
+    assert ("--long-docs=split" in why) == (steps == 40 and fork is None)
 
 
 def test_a_few_books_among_many_notes_are_estimated_by_the_sizes_of_their_files(

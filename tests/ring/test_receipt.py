@@ -199,7 +199,7 @@ def test_the_file_with_one_changed_word_is_named(work):
     assert refused(work).startswith(f"{path}: missing, but the receipt lists it")
 
 
-def test_a_copy_of_token_files_without_the_runs_manifests_is_refused(tmp_path, monkeypatch):
+def test_a_copy_of_token_files_without_the_runs_manifests_is_refused(tmp_path):
     """They decide the order of documents."""
     with training.workplace(tmp_path, **{**RUN, "num_iterations": 2}):
         training.write_buckets(tmp_path, {"web": 30}, shards=0)

@@ -196,6 +196,21 @@ def test_finished_seeds_are_not_extended_nor_evaluated_on_another_amount(warm_pr
     assert "b-seed1 was trained with 3, so" in refused("--name=b", "--seeds=2")
 
 
+def test_another_curriculum_is_named_by_its_mixes():
+    """Regression: its dict, as Python prints it."""
+    names = ["curriculum"]
+    theirs, ours = (
+        {"curriculum": {"phases": [{"duration_tokens": 9, "mix": {"web": n, "code": 1}}]}}
+        for n in (1, 3)
+    )
+    run = SimpleNamespace(name="b-seed1", config=theirs, last_config=theirs)
+    settings = SimpleNamespace(to_json=lambda: ours)
+    with pytest.raises(
+        ValueError, match=r"--curriculum: b-seed1 was trained with 1 web \+ 1 code, so"
+    ):
+        repeat.check_settings(run, settings, names, "all seeds")  # type: ignore[arg-type]
+
+
 def test_a_variant_is_compared_with_what_is_left_of_its_base(
     warm_processes, capfd, workplace, fixed_val
 ):

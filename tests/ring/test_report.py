@@ -203,12 +203,16 @@ def test_an_evaluation_of_an_older_checkpoint_does_not_replace_the_final_figures
     assert "At the evaluation after 6 steps, prompted:" in text
 
 
-def test_a_score_without_its_number_of_items_is_one_sentence(run):
-    """Regression: a traceback, for the score of older code."""
+def test_a_score_of_older_code_has_no_number_of_items(run):
+    """Regressions: a traceback; and an error also of scripts.sweep and scripts.export, which do not
+    need the number."""
     older = {name: value for name, value in CORE.items() if name != "items"}
     write_json(run / "eval.json", {**EVALUATION, "core": older})
+    assert command(report.main, "run").code == 0
+    assert "CORE metric on 2 tasks" in (run / "report.md").read_text()
+    write_json(run / "eval.json", {**EVALUATION, "core": {"core_metric": 0.5}})
     outcome = command(report.main, "run")
-    assert outcome.code == 1 and "core.items: expected" in outcome.err and "rerun" in outcome.err
+    assert outcome.code == 1 and "core.results: expected" in outcome.err and "rerun" in outcome.err
 
 
 def test_a_run_that_was_lengthened_has_the_figures_of_its_new_length(copied):

@@ -289,6 +289,22 @@ def test_windows_of_which_rows_hold_only_the_repeated_part_are_refused(workplace
     assert checked(**cropped | {"long_docs": "split"})[0] == 0
 
 
+def test_windows_longer_than_rows_are_not_refused_for_what_no_row_holds(workplace):
+    """Regression: with a curriculum, all that windows repeat counted, although a row holds a part of
+    it only, so "no row would train on 100% of the tokens"; without one, the run was not refused."""
+    made = ["--input-dir", workplace / "text/big", "--output-dir", workplace / "windows"]
+    windows = ["--max-length=200", "--overlap-size=100"]
+    assert command(tok_shards.main, *made, *windows).code == 0
+    rows = {"max_seq_len": 64, "total_batch_size": 64 * 32, "num_iterations": 40}
+    cropped = {**rows, "data_path": workplace / "windows", "long_docs": "crop"}
+    curriculum = workplace / "windows.yaml"
+    phase = f"{{duration_tokens: {40 * 64 * 32}, mix: {{data: 1}}}}"
+    curriculum.write_text(f"curriculum: [{phase}]\nmax_epochs: {{data: 0}}\n")
+    for given_mix in (None, curriculum):
+        code, out, err = checked(**cropped, curriculum=given_mix)
+        assert code == 0 and "reads" in out + err, "several passes"
+
+
 def test_what_the_settings_do_not_do_is_noted_before_and_at_the_start(workplace):
     """Regressions: settings without effect, and a warmup that the run never ends, were accepted
     without a word."""

@@ -614,7 +614,8 @@ def find_checkpoint(tag_or_path: str | os.PathLike[str] | None) -> Checkpoint:
     reasons."""
     text = os.fspath(find_run(None) if tag_or_path is None else tag_or_path)
     path = Path(text).expanduser()
-    if (path / STATE_NAME).is_file() or path.absolute().parent.name == "checkpoints":
+    is_in_run = path.absolute().parent.name == "checkpoints"
+    if (path / STATE_NAME).is_file() or (is_in_run and path.exists()):
         return load_checkpoint(path)
     run_dir, selector = find_run_at(text)
 

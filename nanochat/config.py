@@ -783,7 +783,8 @@ def check_kept(fork_from: str, before: Mapping[str, Any], after: Mapping[str, An
     if refused:
         raise ValueError(
             f"--fork-from={fork_from}: a fork keeps its parent's model, tokenizer and order of the data, but "
-            f"{'; '.join(refused)}; to start a new run with these weights, use --init-from={fork_from}"
+            f"{'; '.join(refused)}; leave them out, or start a new run without --fork-from, which inherits no settings "
+            f"(--init-from={fork_from} gives it these weights, if its model is the same)"
         )
 
 
@@ -860,9 +861,10 @@ def resume_settings(
         listed = "\n  ".join(refused)
         raise ValueError(
             f"{path}: the run was started with different settings:\n  {listed}\n"
-            f"use the run's settings (--config={path}), or start a new run with --model-tag=NAME: a fork of this one "
-            f"(--fork-from={tag}; it keeps model, tokenizer and order of the data), or one with its weights "
-            f"(--init-from={tag}); --resume=scratch --force replaces this run"
+            f"use the run's settings (--config={path}, without these flags), or start a new run with "
+            f"--model-tag=NAME: a fork of this one (--fork-from={tag}; it keeps model, tokenizer and order of the "
+            f"data), or one with its weights (--init-from={tag}); --resume=scratch --force renames this run and "
+            f"starts over"
         )
     return type(command)(**now), notices
 

@@ -457,12 +457,16 @@ def continue_cursors(
     )
 
     continued = []
+    num_lost = 0  # tokens
     for cursor in cursors:
         feeds = {}
         for bucket, feed in cursor["buckets"].items():
             if bucket not in going_on:
                 continue
-            begins = pack_anew(feed, before, config) if fork.packs_anew else dict(feed)
+            begins = dict(feed)
+            if fork.packs_anew:
+                begins = pack_anew(feed, before, config)
+                num_lost += begins["cropped"]
             if len(ours[bucket].get("joined", ())) > len(theirs[bucket].get("joined", ())):
                 source = data.train[bucket]
                 begins["place"] = _begin_of_share(source, bucket, config, cursor["lane"], feed)
@@ -471,6 +475,11 @@ def continue_cursors(
         dropped = cursor["dropped"] if same_mix and same_data else []
         continued.append(
             {**cursor, "stream": identity, "row": row, "dropped": dropped, "buckets": feeds}
+        )
+    if num_lost:
+        print0(
+            f"note: {num_lost:,} tokens are in no row of the fork, and count as cropped: the rest of documents that "
+            f"{fork.run} has begun; they go on only if both runs split long documents, or both use --packing=concat"
         )
     return continued
 

@@ -36,12 +36,6 @@ log = logging.getLogger(__name__)
 
 MUCH_CROPPED = 0.1  # a larger share of cropped tokens causes a warning
 MOST_LOST = 0.9  # a larger share on which no row trains is refused, unless --plan says otherwise
-# what to do about a bucket that runs dry
-WAYS = (
-    "shorten the run, add data, use --long-docs=split or fewer --lanes, give the bucket less weight or more passes "
-    "(max_epochs in the curriculum; of a run that has begun, in that of a fork), or, with several buckets, continue "
-    "with the others once it is dry (--allow-bucket-exhaustion)"
-)
 
 
 def rehearse(start: Starting, data: RunData) -> Plan:
@@ -173,15 +167,29 @@ def _repeats(data: str, start: Starting, bucket: str, source: Source, passes: fl
     )
 
 
+def _ways(plan: Plan) -> str:
+    """What to do about a bucket that runs dry."""
+    ways = ["shorten the run", "add data"]
+    if plan.V > 1:
+        ways.append("try fewer --lanes")
+    if plan.crops:
+        ways.append("use --long-docs=split")
+    ways.append(
+        "give the bucket less weight or more passes (max_epochs in the curriculum; of a run that has begun, in that "
+        "of a fork)"
+    )
+    if len(plan.buckets) > 1 and not plan.allowed:
+        ways.append("continue with the others once it is dry (--allow-bucket-exhaustion)")
+    return f"{', '.join(ways[:-1])}, or {ways[-1]}"
+
+
 def problem(plan: Plan) -> str:
     """A sentence that says why the run will not reach its last step, or by an estimate probably not.
     Empty if it will."""
     if not plan.halt:
         return ""
     by = "by this estimate, " if plan.estimate else ""
-    return (
-        f"{by}the run halts before step {plan.steps:,} of {plan.num_steps:,}: {plan.halt}; {WAYS}"
-    )
+    return f"{by}the run halts before step {plan.steps:,} of {plan.num_steps:,}: {plan.halt}; {_ways(plan)}"
 
 
 def refusal(plan: Plan, start: Starting, data: RunData) -> str:

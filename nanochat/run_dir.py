@@ -255,6 +255,9 @@ def changes_text(changes: Mapping[str, Sequence[Any]]) -> str:
     """What a fork changed, in words."""
     words = []
     for name, values in changes.items():
+        if values[1:] == values[:1]:  # a data path that the command names, so that files may join
+            words.append(f"files that joined {name}, if any")
+            continue
         shown = around_difference(setting_texts(values))
         words.append(f"{name} {' -> '.join(shown)}")
     return visible(", ".join(words)) or "nothing changed"

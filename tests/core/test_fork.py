@@ -68,7 +68,7 @@ def test_what_a_fork_keeps_is_checked_before_what_fits_together(workplace):
     shards = {"data_format": "shards", "data_path": workplace / "shards"}
     error = fork(parent="split", run=training.refuse, **shards)
     assert "a fork keeps its parent's" in error and "--init-from=split@4" in error
-    assert "but --data-format was 'text' and is 'shards'; to" in error
+    assert "but --data-format was 'text' and is 'shards'; leave" in error
 
 
 @pytest.mark.parametrize(
@@ -456,6 +456,24 @@ def test_another_packing_continues_where_the_parent_stopped_reading_and_its_ledg
         for cursor in cursors
     ]
     assert reached[: len(ours)] == reached[len(ours) :]
+
+
+def test_a_fork_says_how_many_tokens_of_begun_documents_its_packing_drops():
+    """Regression: the plan said that nothing is cropped, and only the ledger knew."""
+    training.succeed(model_tag="long", long_docs="split", overlap=2)
+    said = fork(parent="long", packing="concat").out
+    cursors = RunReader(training.run_dir("child")).nearest_cursors(AT)[1]
+    lost = sum(feed["cropped"] for cursor in cursors for feed in cursor["buckets"].values())
+    assert lost > 0 and f"note: {lost:,} tokens are in no row of the fork" in said
+    assert "in no row of the fork" not in fork("other", parent="long", overlap=3).out
+
+
+def test_named_data_that_is_the_parents_is_no_change_in_words(workplace):
+    """Regression: it was shown as "data_path A -> A"."""
+    said = fork(data_path=workplace / "data", num_iterations=20).out
+    assert (
+        "files that joined data_path, if any, num_iterations" in said and 'data_path "' not in said
+    )
 
 
 def test_a_circle_of_forks_ends():

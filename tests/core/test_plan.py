@@ -295,8 +295,13 @@ def test_cropped_is_a_share_of_tokens_that_left_and_warnings_name_flags_that_wou
     )
     guess = dataclasses.replace(plan, estimate=True)
     assert "by this estimate" in problem(guess) and "probably runs dry" in warnings(guess)[0]
-    for way in ("max_epochs", "--lanes", "--allow-bucket-exhaustion", "fork"):
+    for way in ("max_epochs", "--lanes", "--long-docs=split", "fork"):
         assert way in problem(plan)
+    assert "--allow-bucket-exhaustion" not in problem(plan), "there is no other bucket"
+    two = {"web": bucket, "code": bucket}
+    assert "--allow-bucket-exhaustion" in problem(dataclasses.replace(plan, buckets=two))
+    split = dataclasses.replace(plan, V=1, crops=False)
+    assert "--lanes" not in problem(split) and "--long-docs" not in problem(split)
 
 
 def test_a_plan_of_one_lane_is_in_the_singular(tmp_path):

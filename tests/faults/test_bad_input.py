@@ -335,7 +335,7 @@ RESUMED = [  # an unfinished run that is not resumed
     (
         "base_train --model-tag=run --resume=runs/run/checkpoints/checkpoint-5",
         UNFINISHED,
-        ("checkpoint-5", "trainer_state.json: missing"),
+        ("no checkpoint 'checkpoint-5'", "existing checkpoints: checkpoint-4"),
     ),
     ("base_train --model-tag=run --resume=runs/run/logs", UNFINISHED, ("no run", "runs/run/logs")),
     (

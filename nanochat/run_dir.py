@@ -256,7 +256,7 @@ def changes_text(changes: Mapping[str, Sequence[Any]]) -> str:
     words = []
     for name, values in changes.items():
         if values[1:] == values[:1]:  # a data path that the command names, so that files may join
-            words.append(f"files that joined {name}, if any")
+            words.append(f"{name} named again (files may have joined)")
             continue
         shown = around_difference(setting_texts(values))
         words.append(f"{name} {' -> '.join(shown)}")

@@ -472,7 +472,8 @@ def test_named_data_that_is_the_parents_is_no_change_in_words(workplace):
     """Regression: it was shown as "data_path A -> A"."""
     said = fork(data_path=workplace / "data", num_iterations=20).out
     assert (
-        "files that joined data_path, if any, num_iterations" in said and 'data_path "' not in said
+        "data_path named again (files may have joined), num_iterations" in said
+        and 'data_path "' not in said
     )
 
 

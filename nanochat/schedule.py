@@ -32,8 +32,8 @@ default.
 
 import bisect
 import math
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from nanochat.cli import Decides, setting
@@ -295,5 +295,12 @@ class Schedule(ScheduleSettings):
                 group["weight_decay"] = self.peak_weight_decay * self.weight_decay(step)
 
     def state(self) -> dict[str, Any]:
-        """The schedule as plain values. A resumed run computes its own."""
+        """The schedule as plain values. A resumed run computes its own, and reports what differs
+        from those saved."""
         return {"format_version": 1, **asdict(self)}
+
+    @classmethod
+    def complete(cls, state: Mapping[str, Any]) -> dict[str, Any]:
+        """A saved `state`, with the settings that the code has gained since then at their defaults."""
+        defaults = {f.name: f.default for f in fields(cls) if f.default is not MISSING}
+        return {**defaults, **state}

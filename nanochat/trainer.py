@@ -24,7 +24,7 @@ import json
 import math
 import random
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -152,11 +152,28 @@ def make_model(
     for tensor in model.state_dict().values():
         broadcast(tensor)
     progress = start.first_progress()
+    if (own := start.checkpoint) is not None:
+        on_rank0(lambda: note_other_schedule(own.load(SCHEDULER_NAME), schedule.state()))
     if progress.step > 0:
         # a checkpoint stores the rates of the last step before it
         schedule.apply(optimizer, progress.step - 1)
     restore_random_states(start, device)
     return model, optimizer, progress
+
+
+def note_other_schedule(saved: Mapping[str, Any], ours: Mapping[str, Any]) -> None:
+    """Print a note if the code, or a default in it, has changed the schedule since the checkpoint.
+    Ignores what a longer horizon changes, and settings that the code has gained, at their defaults.
+    """
+    of_horizon = ("num_iterations", "peak_weight_decay")
+    before = Schedule.complete(saved)
+    changed = [
+        f"{name} was {before.get(name)}, is {value}"
+        for name, value in ours.items()
+        if name not in of_horizon and before.get(name) != value
+    ]
+    if changed:
+        print0(f"note: the schedule differs from the one in the checkpoint: {'; '.join(changed)}")
 
 
 def random_states(device: torch.device) -> dict[str, Any]:

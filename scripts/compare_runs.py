@@ -235,8 +235,8 @@ def contents(checkpoint: Checkpoint) -> dict[str, Any]:
     for name, file in (("optimizer", OPTIMIZER_NAME), ("schedule", SCHEDULER_NAME)):
         if file in checkpoint.seal["files"]:
             state[name] = checkpoint.load(file)
-    if "schedule" in state:  # a setting that the code has gained since was at its default
-        state["schedule"] = Schedule(num_iterations=0).state() | state["schedule"]
+    if "schedule" in state:
+        state["schedule"] = Schedule.complete(state["schedule"])
     return state
 
 

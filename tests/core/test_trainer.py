@@ -196,3 +196,31 @@ def test_every_way_to_wait_is_caught(wait):
     with planted(trainer, "judge", wait), Waits() as waits:
         trainer.judge(message, num_buckets=0, num_targets=1)
     assert waits.seen == ["waits"]
+
+
+# ---- a schedule that changed ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "changed, words",
+    [
+        ({}, ""),
+        ({"final_lr_frac": 0.1}, "final_lr_frac was 0.1, is 0.05"),
+        ({"num_iterations": 9}, ""),
+        ({"warmdown_steps": 5}, "warmdown_steps was 5, is -1"),
+    ],
+)
+def test_a_changed_schedule_is_noted(changed, words, capsys):
+    now = Schedule(num_iterations=4).state()
+    trainer.note_other_schedule({**now, **changed}, now)
+    said = capsys.readouterr().out
+    assert words in said and bool(words) == bool(said)
+
+
+def test_a_setting_of_the_schedule_that_the_checkpoint_lacks_was_at_its_default(capsys):
+    now = Schedule(num_iterations=4).state()
+    before = {name: value for name, value in now.items() if name != "warmdown_steps"}
+    trainer.note_other_schedule(before, now)
+    assert not capsys.readouterr().out
+    trainer.note_other_schedule(before, {**now, "warmdown_steps": 5})
+    assert "warmdown_steps was -1, is 5" in capsys.readouterr().out
